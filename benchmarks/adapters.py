@@ -78,7 +78,8 @@ def plain_loop(size: Size, growing: bool) -> Callable[[], None]:
     model: Any = make_body(size) if growing else make_model(size)
     optimizer = torch.optim.AdamW(model.parameters())
     grower = esper.Grower(model, optimizer, quality="next_token_accuracy", controller="none") if growing else None
-    train, val = size.tokens(size.steps).split(size.batch), size.tokens(size.val_batches).split(size.batch)
+    train = size.tokens(size.steps).split(size.batch)
+    val = size.tokens(size.val_batches).split(size.batch)
 
     def run() -> None:
         model.train()

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-LEFT, WIDTH, ROW, TOP = 240, 560, 34, 84
+LEFT = 240
+WIDTH = 560
+ROW = 34
+TOP = 84
 COLOURS = {"train": "#0072b2", "validate": "#56b4e9", "coalitions": "#e69f00", "norms": "#f0e442"}
-REST, BARE, GOAL = "#d55e00", "#111111", "#777777"
+REST = "#d55e00"
+BARE = "#111111"
+GOAL = "#777777"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ def bars(rows: Sequence[Bar], title: str) -> str:
             f'<text x="{LEFT + 16 + 110 * i}" y="62">{escape(name)}</text>'
         )
     for i, row in enumerate(rows):
-        y, start = TOP + ROW * i, 0.0
+        y = TOP + ROW * i
+        start = 0.0
         parts.append(f'<text x="{LEFT - 10}" y="{y + 17}" text-anchor="end">{escape(row.name)}</text>')
         grouped = {name: row.parts.get(name, 0.0) for name in COLOURS}
         grouped["all else"] = sum(v for name, v in row.parts.items() if name not in COLOURS)

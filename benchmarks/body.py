@@ -84,7 +84,8 @@ def train_ratio(task: Task, blueprints: tuple[str, ...], repeats: int) -> float:
 
 def coalition_ratios(task: Task, blueprints: tuple[str, ...], repeats: int) -> dict[str, float]:
     network = planted_network(task, blueprints)
-    body, split = network.body, network.data.val
+    body = network.body
+    split = network.data.val
     plain = harden(body).eval()
     calibration = network.data.train.x[:128]
     every = [tuple(bool(k >> s & 1) for s in range(3)) for k in range(8)]
@@ -116,7 +117,8 @@ def coalition_ratios(task: Task, blueprints: tuple[str, ...], repeats: int) -> d
 
 
 def graft_ratio(task: Task, repeats: int) -> float:
-    bare, host = task.build_host(0), task.build_host(0)
+    bare = task.build_host(0)
+    host = task.build_host(0)
     sites = host.sites()
     x = task.load_data().train.x[: task.batch]
     body = graft(host, {s: sites[s] for s in task.slots}, probe=x)

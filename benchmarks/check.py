@@ -104,7 +104,8 @@ def of_bodies(repeats: int) -> dict[str, float]:
 
 def of_training(repeats: int) -> dict[str, float]:
     """Return `train_ppo_vectorized` against the bare loop."""
-    task, results = reference_task(256, 256), {}
+    task = reference_task(256, 256)
+    results = {}
     for seeds in (0, 3):
         case = Case("", task, envs=2, steps=3, blueprints=BLUEPRINTS[:seeds])
         results[f"train_ppo_vectorized, {seeds} seeds / bare"] = compare(case, repeats)["ratio"]

@@ -21,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import esper
 from benchmarks.measure import make_parser, median_ratio
 
-STEPS, BATCH, RANKS = 20, 64, 2
+STEPS = 20
+BATCH = 64
+RANKS = 2
 
 
 def make_model() -> nn.Sequential:

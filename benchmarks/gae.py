@@ -132,7 +132,8 @@ def scalar_form(buffer: TamiyoRolloutBuffer) -> list[Work]:
     def work() -> tuple[Tensor, Tensor]:
         advantages = torch.zeros(columns, buffer.steps)
         for env in range(columns):
-            last, next_value = torch.tensor(0.0), b[env, -1]
+            last = torch.tensor(0.0)
+            next_value = b[env, -1]
             for t in reversed(range(buffer.steps)):
                 goes_on = 1.0 - done[env, t].float()
                 delta = r[env, t] + GAMMA * next_value * goes_on - v[env, t]
@@ -145,7 +146,10 @@ def scalar_form(buffer: TamiyoRolloutBuffer) -> list[Work]:
 
 
 def cleanrl_form(buffer: TamiyoRolloutBuffer) -> list[Work]:
-    r, v, next_value, steps = buffer.rewards, buffer.values, buffer.bootstrap[-1], buffer.steps
+    r = buffer.rewards
+    v = buffer.values
+    next_value = buffer.bootstrap[-1]
+    steps = buffer.steps
     starts = torch.cat([torch.zeros(1, buffer.envs), buffer.done[:-1].float()])  # whether an episode starts
     next_done = buffer.done[-1].float()
 
@@ -170,9 +174,11 @@ def sb3_form(buffer: TamiyoRolloutBuffer) -> list[Work]:
         return []
     box = spaces.Box(-1.0, 1.0, (1,))
     theirs = buffers.RolloutBuffer(buffer.steps, box, box, gae_lambda=LAM, gamma=GAMMA, n_envs=buffer.envs)
-    theirs.rewards[:], theirs.values[:] = buffer.rewards.numpy(), buffer.values.numpy()
+    theirs.rewards[:] = buffer.rewards.numpy()
+    theirs.values[:] = buffer.values.numpy()
     theirs.episode_starts[1:] = buffer.done[:-1].numpy()
-    last_value, last_done = buffer.bootstrap[-1], buffer.done[-1].numpy()
+    last_value = buffer.bootstrap[-1]
+    last_done = buffer.done[-1].numpy()
 
     def work() -> tuple[Tensor, Tensor]:
         theirs.compute_returns_and_advantage(last_value, last_done)

@@ -31,7 +31,8 @@ def reference_task(batch: int, images: int) -> Task:
 
 def plant(engine: Engine, blueprints: tuple[str, ...]) -> None:
     """Plant these seeds in the first slots of every environment, in BLENDING at a constant alpha."""
-    table, effects = engine.table, []
+    table = engine.table
+    effects = []
     for e in range(table.num_envs):
         for s, name in enumerate(blueprints):
             at = e, s

@@ -72,14 +72,16 @@ def overhead(envs: int, slots: int, repeats: int) -> dict[str, Any]:
     blocks, because a shared core is slower at times.
     """
     backend = _Timed(SimConfig(slots=slots, horizon=10_000), range(envs))
-    env, network = GrowthVectorEnv(backend, range(envs)), TamiyoNetwork()
+    env = GrowthVectorEnv(backend, range(envs))
+    network = TamiyoNetwork()
     with NissaHub([_Nowhere()], level=Level.NORMAL) as hub:
         emit = TelemetryEmitter(hub, slots=env.backend.slots, worlds=range(envs), host_params=1)
         obs, info = env.reset()
         count = WARM_UP + BLOCK * repeats
         draws = torch.rand(envs, 8, dtype=torch.float64).expand(count, -1, -1)
         sampler = Sampler(network, env.layout, ProcessGroup(), draws, obs, info["masks"])
-        steps, hosts = [], []
+        steps = []
+        hosts = []
         start = time.thread_time()
         for step in rollout(env, sampler, count):
             obs, _, _, _, info = step.result
@@ -88,7 +90,8 @@ def overhead(envs: int, slots: int, repeats: int) -> dict[str, Any]:
             now = time.thread_time()
             steps.append(1e3 * (now - start))
             hosts.append(1e3 * backend.spent_s)
-            start, backend.spent_s = now, 0.0
+            start = now
+            backend.spent_s = 0.0
     blocks = [slice(i, i + BLOCK) for i in range(WARM_UP, len(steps), BLOCK)]
     whole, of_hosts = min((statistics.median(steps[b]), statistics.median(hosts[b])) for b in blocks)
     return {"envs": envs, "slots": slots, "step_ms": whole, "hosts_ms": of_hosts, "overhead_ms": whole - of_hosts}

@@ -34,7 +34,8 @@ def main() -> None:
     parser = make_parser(__doc__, repeats=15)
     add_output_options(parser)
     options = parser.parse_args()
-    repeats, quick = options.repeats, options.quick
+    repeats = options.repeats
+    quick = options.quick
     results: dict[str, Any] = {
         "emit": emit_costs(2_000 if quick else 20_000, 3 if quick else repeats),
         "burst": burst(QUICK_BURST, QUICK_HANG_S) if quick else burst(BURST, HANG_S),

@@ -57,7 +57,8 @@ Work = Callable[[], Any]
 
 def pairs(envs: int, slots: int) -> dict[str, tuple[Work, Work | None]]:
     """Return each function with its reference, on the same table. `legal` is an input of both and is timed alone."""
-    table, context = random_table(envs, slots, seed=0, epochs=40), example_context(slots)
+    table = random_table(envs, slots, seed=0, epochs=40)
+    context = example_context(slots)
     ops = legal(table, LIVELY)
     plain, prices = reports(table, ops), slow_prices(table.takes, context)
     out = np.empty((envs, num_features(slots)), dtype=np.float32)

@@ -38,7 +38,8 @@ def train_recorded(quick: bool = False) -> Callable[[Level], float]:
         whole, main = process_time(), thread_time()
         with tempfile.TemporaryDirectory() as place, redirect_stdout(StringIO()):
             engine = Engine(task, range(envs), rules=rules, data=data)
-            helper, controller = CounterfactualHelper(), Schedule()
+            helper = CounterfactualHelper()
+            controller = Schedule()
             with record("bench", out=Path(place) / "run", level=level) as run:
                 emit = TelemetryEmitter(
                     run.hub,

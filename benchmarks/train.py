@@ -340,7 +340,8 @@ def chart(rows: list[dict[str, Any]], repeats: int) -> str:
 
 
 def print_tables(results: dict[str, Any]) -> None:
-    console, rows = Console(), results["rows"]
+    console = Console()
+    rows = results["rows"]
     title = f"train_ppo_vectorized / the bare loop: medians of {results['repeats']} rounds, one thread"
     table = Table(
         "case", "envs", "/ bare", "/ bare + coalitions", "s per env-step", "batches/s", "events/s", "memory",

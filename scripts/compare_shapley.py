@@ -28,7 +28,8 @@ class Counted:
     """A game that counts the distinct coalitions that were evaluated."""
 
     def __init__(self, values: Game) -> None:
-        self.values, self.evaluated = values, set()
+        self.values = values
+        self.evaluated = set()
 
     def __call__(self, masks: np.ndarray) -> np.ndarray:
         masks = np.atleast_1d(masks)
@@ -42,7 +43,10 @@ def esper(values: Game, n: int, budget: int, seed: int) -> np.ndarray:
 
 
 def permutations(values: Game, n: int, budget: int, seed: int, antithetic: bool = False) -> np.ndarray:
-    rng, evaluated, total, count = np.random.default_rng(seed), set(), np.zeros(n), 0
+    rng = np.random.default_rng(seed)
+    evaluated = set()
+    total = np.zeros(n)
+    count = 0
     while True:
         order = rng.permutation(n)
         for walk in (order, order[::-1]) if antithetic else (order,):
@@ -60,7 +64,8 @@ def antithetic(values: Game, n: int, budget: int, seed: int) -> np.ndarray:
 
 def within(run: Callable[[Counted, int], np.ndarray], values: Game, budget: int) -> np.ndarray:
     """Return an estimate within a budget of distinct coalitions; the libraries themselves limit only their calls."""
-    best, calls = None, budget
+    best = None
+    calls = budget
     for _ in range(8):
         game = Counted(values)
         estimated = run(game, calls)

@@ -70,7 +70,11 @@ class Study:
     """One task and slot, with the worlds that all ways share."""
 
     def __init__(self, task: Task, slot: str, worlds: list[int], blueprint: str, epochs: int) -> None:
-        self.task, self.slot, self.worlds, self.blueprint, self.epochs = task, slot, worlds, blueprint, epochs
+        self.task = task
+        self.slot = slot
+        self.worlds = worlds
+        self.blueprint = blueprint
+        self.epochs = epochs
         self.data = task.load_data()
 
     def engine(self, way: Way | None, worlds: list[int] | None = None) -> Engine:
@@ -100,7 +104,8 @@ class Study:
         return {"end": [network.test(self.data.test)[0] for network in engine.networks]}
 
     def run(self, way: Way) -> Numbers:
-        engine, s = self.engine(way), self.task.slots.index(self.slot)
+        engine = self.engine(way)
+        s = self.task.slots.index(self.slot)
         with pull(way.has_pull):
             self.germinate(engine)
             for _ in range(TRAINING_EPOCHS - 1):
@@ -157,7 +162,9 @@ def read(engine: Engine, network: HostNetwork) -> tuple[float, float]:
 @torch.no_grad()
 def delta_ratio(network: HostNetwork, name: str, x: Tensor) -> float:
     """Return rms Δ / rms h over these images, on the averaged weights."""
-    body, slot, ratios = network.body.eval(), network.body.slots[name], []
+    body = network.body.eval()
+    slot = network.body.slots[name]
+    ratios = []
 
     def look(_module: nn.Module, _args: Any, h: Tensor) -> None:
         assert slot.seed is not None
@@ -215,7 +222,8 @@ def summary(values: list[float], scale: float = 100, form: str = "{:.1f} ± {:.1
 def study(task_name: str, slot: str, worlds: list[int], blueprint: str, epochs: int) -> dict[str, Any]:
     """Run one task and slot; print its table in Markdown, each row as soon as it is measured."""
     here = Study(get_task(task_name), slot, worlds, blueprint, epochs)
-    times, baseline = here.times(), here.without_growth()
+    times = here.times()
+    baseline = here.without_growth()
     ways: dict[str, Numbers] = {}
     for way in WAYS:
         result = here.run(way)

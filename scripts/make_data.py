@@ -34,7 +34,8 @@ def digits() -> Arrays:
 def fashion(folder: Path) -> Arrays:
     """Return 12 000 images at 14×14: 8 000 and 2 000 of the training set, 2 000 of the test set, balanced."""
     full = read_fashion_mnist(find_files("fashion-mnist", folder))
-    train, test = balanced_order(full["train_y"], "fashion"), balanced_order(full["test_y"], "fashion")
+    train = balanced_order(full["train_y"], "fashion")
+    test = balanced_order(full["test_y"], "fashion")
     parts = {
         "val": ("train", train[:2_000]),
         "train": ("train", train[2_000:10_000]),

@@ -16,15 +16,22 @@ from pathlib import Path
 
 from esper.leyline.stages import NEXT_STAGES, SeedStage
 
-INK, LINE, PAPER, PLAIN = "#1c2733", "#5b6b7a", "#ffffff", "#eef2f6"
-GREEN, BLUE, AMBER, RED = "#d3ecdd", "#d6e7f8", "#fbe6c2", "#f6d8d3"
+INK = "#1c2733"
+LINE = "#5b6b7a"
+PAPER = "#ffffff"
+PLAIN = "#eef2f6"
+GREEN = "#d3ecdd"
+BLUE = "#d6e7f8"
+AMBER = "#fbe6c2"
+RED = "#f6d8d3"
 
 
 class Drawing:
     """An SVG under construction. Boxes have names, and arrows connect them."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
-        self.size, self.title = (width, height), title
+        self.size = (width, height)
+        self.title = title
         self.parts: list[str] = []
         self.boxes: dict[str, tuple[float, float, float, float]] = {}
 
@@ -55,7 +62,8 @@ class Drawing:
 
     def connect(self, a: str, b: str, label: str = "") -> None:
         """Draw a straight arrow between two boxes that lie side by side or one above the other."""
-        (ax, ay, aw, ah), (bx, by, bw, bh) = self.boxes[a], self.boxes[b]
+        ax, ay, aw, ah = self.boxes[a]
+        bx, by, bw, bh = self.boxes[b]
         if bx >= ax + aw:
             start, end = (ax + aw, ay + ah / 2), (bx - 2, by + bh / 2)
         elif bx + bw <= ax:
@@ -115,7 +123,8 @@ def seed_life() -> Drawing:
 
 def transition(drawing: Drawing, stage: SeedStage, target: SeedStage) -> None:
     """Draw one transition."""
-    (ax, ay, aw, ah), (bx, by, bw, bh) = drawing.boxes[stage.name], drawing.boxes[target.name]
+    ax, ay, aw, ah = drawing.boxes[stage.name]
+    bx, by, bw, bh = drawing.boxes[target.name]
     if target == Stage.PRUNED:
         lane = {Stage.GERMINATED: 176, Stage.TRAINING: 190, Stage.BLENDING: 0, Stage.HOLDING: 176}[stage]
         end = bx + bw / 2 + {Stage.GERMINATED: -40, Stage.TRAINING: -20, Stage.BLENDING: 0, Stage.HOLDING: 30}[stage]
@@ -224,7 +233,8 @@ def main() -> None:
     options = parser.parse_args()
     outdated = 0
     for name, draw in DIAGRAMS.items():
-        path, svg = options.root / "docs" / "images" / f"diagram-{name}.svg", draw().svg()
+        path = options.root / "docs" / "images" / f"diagram-{name}.svg"
+        svg = draw().svg()
         if not path.exists() or path.read_text() != svg:
             outdated += 1
             print(f"{'not up to date' if options.check else 'wrote'}: {path}")

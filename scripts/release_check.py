@@ -52,7 +52,8 @@ def built(out: Path, place: Path) -> tuple[Path, Path]:
     shutil.rmtree(out, ignore_errors=True)
     build = [sys.executable, "-m", "build", "--no-isolation"]
     run(*build, "--sdist", "--wheel", "--outdir", out, cwd=ROOT)
-    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    (sdist,) = out.glob("*.tar.gz")
+    (wheel,) = out.glob("*.whl")
     shutil.unpack_archive(sdist, place / "unpacked")
     (source,) = (place / "unpacked").iterdir()
     run(*build, "--wheel", "--outdir", place / "rebuilt", source, cwd=place)

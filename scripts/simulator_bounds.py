@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, default=20)
     parser.add_argument("--first", type=int, default=HELD_OUT_FROM)
     options = parser.parse_args()
-    worlds, config, reward = list(range(options.first, options.first + options.worlds)), SimConfig(), RewardConfig()
+    worlds = list(range(options.first, options.first + options.worlds))
+    config = SimConfig()
+    reward = RewardConfig()
     usual = draw_worlds(range(4096), config).expected.mean(axis=0)
     for birth in ("open", "isolated"):
         rules = msgspec.structs.replace(Rules(), birth=birth)

@@ -39,11 +39,13 @@ class PlantOne:
     """Controller that plants one seed at epoch 1 and commits it two epochs after it reached HOLDING."""
 
     def __init__(self, slot: int, blueprint: str) -> None:
-        self.slot, self.blueprint = slot, blueprint_index(blueprint)
+        self.slot = slot
+        self.blueprint = blueprint_index(blueprint)
         self.worth: dict[str, float] = {}
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
-        actions, slot = wait_everywhere(1), self.slot
+        actions = wait_everywhere(1)
+        slot = self.slot
         if table.step[0] == 1:
             actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, slot, self.blueprint
         elif table.stage[0, slot] == SeedStage.HOLDING:
@@ -62,7 +64,8 @@ class PlantAll:
         self.blueprint = blueprint_index(blueprint)
 
     def act(self, table: SlotTable, _legal: Bools) -> Ints:
-        actions, epoch = wait_everywhere(1), int(table.step[0])
+        actions = wait_everywhere(1)
+        epoch = int(table.step[0])
         if epoch < table.num_slots:
             actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, epoch, self.blueprint
         return actions
@@ -80,7 +83,8 @@ def accuracy(engine: Engine) -> float:
 
 
 def decisions(name: str, worlds: int) -> None:
-    task, rules = get_task(name), Rules(birth="isolated")  # a prospect is measured in TRAINING
+    task = get_task(name)
+    rules = Rules(birth="isolated")  # a prospect is measured in TRAINING
     data = task.load_data()
     rows = []
     print("| world | slot | blueprint | prospect | contribution at HOLDING | gain |\n|---|---|---|---|---|---|")
@@ -124,7 +128,8 @@ def tables(out: Path) -> None:
     for task, blueprint in ((six, "conv_light"), (seven, "conv_light")):
         for world in range(4):
             engine = trained(Engine(task, [world], rules=rules), PlantAll(blueprint))
-            network, n = engine.networks[0], len(task.slots)
+            network = engine.networks[0]
+            n = len(task.slots)
             every = CounterfactualEngine.coalitions(n, budget=2**n)
             split = engine.data.test
             with network.average.applied():

@@ -1,4 +1,4 @@
-"""Import directions, one rollout loop, files of a step, sizes, docstrings, layout of the tests, and lazy imports."""
+"""Imports, one rollout loop, assignments, files of a step, sizes, docstrings, layout of the tests, lazy imports."""
 
 import ast
 import re
@@ -50,7 +50,7 @@ def test_imports_follow_the_layers(path):
 
 
 ROOT = SRC.parent.parent
-LOOPED = [p for folder in (SRC, ROOT / "benchmarks", ROOT / "scripts") for p in sorted(folder.rglob("*.py"))]
+PROGRAMS = [p for folder in (SRC, ROOT / "benchmarks", ROOT / "scripts") for p in sorted(folder.rglob("*.py"))]
 
 
 def decides_and_steps(loop):
@@ -67,7 +67,7 @@ def test_only_rollout_lets_a_controller_step_environments():
     """Training, growing, evaluation, baselines, benchmarks and studies all use `tolaria.rollout.rollout`."""
     loops = {
         str(path.relative_to(ROOT))
-        for path in LOOPED
+        for path in PROGRAMS
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, (ast.For, ast.While)) and decides_and_steps(node)
     }
@@ -111,7 +111,7 @@ def steps_lifecycles(text):
 
 def test_only_engine_simulator_and_grower_step_lifecycles():
     """A second implementation of a step would train or record differently."""
-    steps = {str(path.relative_to(ROOT)) for path in LOOPED if steps_lifecycles(path.read_text())}
+    steps = {str(path.relative_to(ROOT)) for path in PROGRAMS if steps_lifecycles(path.read_text())}
     assert {file for file in steps if not file.startswith("src/esper/grower/")} == STEPS
 
 
@@ -126,6 +126,32 @@ def test_only_engine_simulator_and_grower_step_lifecycles():
 def test_second_step_is_detected(text):
     assert steps_lifecycles(text)
     assert not steps_lifecycles(text.replace("tick()", "tock()"))
+
+
+def tuple_assignments(text):
+    """Return the lines of a source that assign a literal of three or more values to as many targets."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, (ast.Tuple, ast.List))
+        and len(node.value.elts) >= 3
+        and any(isinstance(target, (ast.Tuple, ast.List)) for target in node.targets)
+    ]
+
+
+def test_tuple_assignments_are_found():
+    assert tuple_assignments("a, b, c = 1, 2, 3") == [1]
+    assert tuple_assignments("d = 0\nself.a, (b, c), d = [\n    1, 2, 3\n]") == [2]
+    assert tuple_assignments("a, b = b, a\nsizes = 1, 2, 3\na, b, c = sizes\na, b, c = f()") == []
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_assignments_set_at_most_two_values(path):
+    """Pairs (`low, high`) and swaps are allowed; three or more values are one statement each."""
+    lines = path.read_text().splitlines()
+    places = [f"{path.relative_to(ROOT)}:{n}: {lines[n - 1].strip()}" for n in tuple_assignments(path.read_text())]
+    assert not places, "assign one value per line:\n" + "\n".join(places)
 
 
 MOST_STEP_FILES = 30
@@ -210,7 +236,7 @@ def test_every_package_has_a_docstring():
 
 def test_test_directories_mirror_packages():
     tests = Path(__file__).parent
-    apart = {"benchmarks", "docs", "reference", "support"}
+    apart = {"benchmarks", "docs", "reference", "scripts", "support"}
     folders = [p.parent.relative_to(tests) for p in tests.rglob("__init__.py")]
     assert [str(f) for f in folders if f.parts and f.parts[0] not in apart and not (SRC / f).is_dir()] == []
 

@@ -129,7 +129,7 @@ SETTINGS = [
 # -- data files
 
 
-class Evil:
+class PickledCommand:
     """Runs a command when it is unpickled."""
 
     def __reduce__(self):
@@ -193,7 +193,11 @@ DATA = [
     Case("binary cut short", batches(b"\3" * 5000, ".bin"), ("data_batch_1.bin", "not a multiple", "Fetch it again")),
     Case("binary too few", batches(b"\3" * 3073 * 4, ".bin"), ("expected 10000 images", "found 4")),
     Case("binary empty", batches(b"", ".bin"), ("found 0 images",)),
-    Case("pickle runs a command", batches(pickle.dumps(Evil())), ("refers to", "system", "no CIFAR-10 batch needs")),
+    Case(
+        "pickle runs a command",
+        batches(pickle.dumps(PickledCommand())),
+        ("refers to", "system", "no CIFAR-10 batch needs"),
+    ),
     Case("pickle cut short", batches(batch()[:90]), ("not a readable CIFAR-10 batch", "Fetch it again")),
     Case("pickle asks for a terabyte", batches(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40)), ("Fetch it again",)),
     Case("pickle of another shape", batches(batch(width=10)), ("shape (4, 10)", "[N, 3072]")),
@@ -251,7 +255,7 @@ HUGE = json.dumps(
 
 def own_pickle() -> bytes:
     file = io.BytesIO()
-    torch.save({"weights": Evil()}, file)
+    torch.save({"weights": PickledCommand()}, file)
     return file.getvalue()
 
 
@@ -261,7 +265,7 @@ def directory_named_as_policy() -> list[object]:
 
 
 POLICIES = [
-    policy("is a pickle", "Fetch it again", raw=pickle.dumps(Evil())),
+    policy("is a pickle", "Fetch it again", raw=pickle.dumps(PickledCommand())),
     policy("is torch's own pickle", "Fetch it again", raw=own_pickle()),
     policy("empty", "no checksum", raw=b""),
     policy("header larger than any memory", "no checksum", raw=sized(1 << 60, b"{}")),

@@ -17,7 +17,7 @@ from esper.cli import grow
 from esper.commands.growing import GrowSettings
 from tests.support import command_line
 from tests.support.command_line import ESPER, SETTINGS
-from tests.support.run_outcomes import heed_signals
+from tests.support.run_outcomes import restore_signal_handling
 from tests.support.sample_runs import grow_run
 
 ENV = {**os.environ, **SETTINGS, "COLUMNS": "100", "TERM": "xterm"}
@@ -124,7 +124,7 @@ def test_interrupt_ends_after_the_epoch_and_prints_how_to_resume(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env=ENV,
-        preexec_fn=heed_signals,
+        preexec_fn=restore_signal_handling,
     )
     assert process.stdout is not None
     while "epoch   5/" not in process.stdout.readline():

@@ -245,13 +245,13 @@ def test_compiled_by_trainer_grows_to_the_same_weights(tmp_path):
 # -- refusals
 
 
-def test_a_plain_model_is_refused_with_the_way_out(tmp_path):
+def test_a_plain_model_is_refused_with_a_remedy(tmp_path):
     trainer = make_trainer(tmp_path, body=make_body("bert").model)
     with pytest.raises(ConfigError, match=r"Use model=esper\.graft"):
         trainer.train()
 
 
-def test_a_peft_model_is_refused_with_the_way_out(tmp_path):
+def test_a_peft_model_is_refused_with_a_remedy(tmp_path):
     class PeftModel(torch.nn.Module):
         """The interface by which PEFT wraps a model."""
 

@@ -322,7 +322,7 @@ def test_callbacks_that_average_another_structure_are_refused(tmp_path, callback
         fit(Module(), tmp_path, callbacks=[callback])
 
 
-def test_checkpoint_written_without_growth_is_refused_with_the_way_out(tmp_path):
+def test_checkpoint_written_without_growth_is_refused_with_a_remedy(tmp_path):
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=tmp_path, callbacks=[saving(tmp_path)],

@@ -18,12 +18,12 @@ from tests.support.run_outcomes import (
     TINY,
     esper,
     finished,
-    heed_signals,
     is_whole,
     newest,
     outcome_of,
+    restore_signal_handling,
+    run_with_kills,
     seconds_per_round,
-    survive,
 )
 
 pytestmark = pytest.mark.slow
@@ -33,15 +33,15 @@ MANY = ["--rounds", "30"]
 """Enough rounds for five sessions of up to three rounds each."""
 
 
-def calm_run(directory: Path, *rounds: str) -> Path:
+def uninterrupted_run(directory: Path, *rounds: str) -> Path:
     """Return an uninterrupted run."""
     assert esper_in_process("train", "--out", directory / "run", *TINY, *rounds).returncode == 0
     return directory / "run"
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calm_run(tmp_path_factory.mktemp("calm"), *FEW)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return uninterrupted_run(tmp_path_factory.mktemp("uninterrupted"), *FEW)
 
 
 def started(run: Path, *rounds: str) -> subprocess.Popen[bytes]:
@@ -57,7 +57,7 @@ def started(run: Path, *rounds: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_ends_the_run_after_the_step_and_prints_how_to_resume(
-    number: int, word: int, calm: Path, tmp_path: Path
+    number: int, word: int, uninterrupted: Path, tmp_path: Path
 ) -> None:
     process = started(tmp_path / "run", *FEW)
     process.send_signal(number)
@@ -67,13 +67,13 @@ def test_signal_ends_the_run_after_the_step_and_prints_how_to_resume(
     assert "Traceback" not in output
     assert read_manifest(tmp_path / "run")["status"] == "interrupted"
     assert esper_in_process("train", "--resume", tmp_path / "run", "--no-compare").returncode == 0
-    assert outcome_of(tmp_path / "run") == outcome_of(calm)
+    assert outcome_of(tmp_path / "run") == outcome_of(uninterrupted)
     assert is_whole(tmp_path / "run")
     assert read_manifest(tmp_path / "run")["status"] == "finished"
 
 
 def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    nohup = partial(heed_signals, (signal.SIGHUP,))
+    nohup = partial(restore_signal_handling, (signal.SIGHUP,))
     process = esper("train", "--out", tmp_path / "run", *TINY, "--rounds", "8", preexec_fn=nohup)
     while newest(tmp_path / "run") < "round-000002":
         assert process.poll() is None, process.communicate()
@@ -98,10 +98,10 @@ def test_second_signal_exits_immediately(tmp_path: Path) -> None:
 
 
 def test_run_killed_five_times_ends_bit_identical(tmp_path: Path) -> None:
-    calm = calm_run(tmp_path / "calm", *MANY)
-    pace = seconds_per_round(calm)
-    assert survive(tmp_path / "run", [*TINY, *MANY], kills=5, seed=os.getpid(), round_s=pace) == 5
-    assert outcome_of(tmp_path / "run") == outcome_of(calm)
+    uninterrupted = uninterrupted_run(tmp_path / "uninterrupted", *MANY)
+    pace = seconds_per_round(uninterrupted)
+    assert run_with_kills(tmp_path / "run", [*TINY, *MANY], kills=5, seed=os.getpid(), round_s=pace) == 5
+    assert outcome_of(tmp_path / "run") == outcome_of(uninterrupted)
     assert is_whole(tmp_path / "run")
 
 

@@ -159,7 +159,7 @@ def test_endless_line_is_one_damaged_line(place, monkeypatch):
     assert next_seq(path) == 2
 
 
-def test_follower_skips_an_overlong_line_and_reads_on_behind_it(place, monkeypatch):
+def test_follower_skips_an_overlong_line_and_reads_on_after_it(place, monkeypatch):
     monkeypatch.setattr("esper.nissa.journal_reader.MOST_LINE_BYTES", 1 << 20)
     path = a_run(Path("run"), entry(0))
     follower, segment = Follower(path, decoded_entries), path / "events" / segment_name(0, 0)

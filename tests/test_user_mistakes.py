@@ -249,7 +249,7 @@ def print_only(_body: esper.Body) -> None:
 
 
 @pytest.mark.parametrize(("act", "kind", "text"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_message_says_what_was_given_and_the_way_out(act, kind, text):
+def test_message_says_what_was_given_and_a_remedy(act, kind, text):
     with pytest.raises(kind) as error:
         act()
     assert text in str(error.value)

@@ -75,7 +75,8 @@ def load_pretrained(body: Body, directory: str | Path) -> None:
     model_type: Any = type(body.model)
     can_build = hasattr(model_type, "from_pretrained")
     saved = load_file(path) if path.exists() or not can_build else {}
-    keys, tied = body.model.state_dict().keys(), set(tied_names(body.model))  # of tied weights one name is saved
+    keys = body.model.state_dict().keys()
+    tied = set(tied_names(body.model))  # of tied weights one name is saved
     if can_build and not (saved.keys() <= keys and keys - saved.keys() <= tied):
         body.model.load_state_dict(model_type.from_pretrained(directory).state_dict())
     else:  # also what `from_pretrained` cannot build, as layers that PEFT has replaced
@@ -271,7 +272,9 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, grower: Grower, val_batches: Iterable[Any], *, every: int | str = "epoch") -> None:
-        self.grower, self.val_batches, self.every = grower, val_batches, checked_interval(every)
+        self.grower = grower
+        self.val_batches = val_batches
+        self.every = checked_interval(every)
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, **kwargs: Any) -> None:
         """Check that trainer and grower fit; on resuming, load the state of the grower."""

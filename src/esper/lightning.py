@@ -57,7 +57,8 @@ class GrowthCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, *, batches: int | None = 8, unpack: Callable[[Any], Any] | None = None) -> None:
-        self.batches, self.unpack = batches, unpack
+        self.batches = batches
+        self.unpack = unpack
         self.report: StepReport | None = None
         """The report of the last call of `grower.step`."""
         self._val_batches: list[Any] = []

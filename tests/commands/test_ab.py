@@ -55,7 +55,7 @@ def test_both_settings_are_trained_over_the_same_worlds_and_compared(tmp_path, c
     [(None, True, ":0", True), (None, False, ":0", False), (None, True, "", False), (True, False, "", True),
      (False, True, ":0", False)],
 )  # fmt: skip
-def test_comparison_is_opened_where_somebody_can_see_it(
+def test_comparison_is_opened_on_a_terminal_with_a_display(
     opens, is_terminal, display, is_opened, tmp_path, monkeypatch, capsys
 ):
     for name, quality in (("a", 0.5), ("b", 0.6)):

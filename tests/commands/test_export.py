@@ -27,7 +27,7 @@ from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import get_task
-from tests.support.models import ZOO, PlainCNN, awaken, grow, grow_everywhere
+from tests.support.models import ZOO, PlainCNN, grow, grow_everywhere, perturb
 
 TASKS = {
     "cnn": dataclasses.replace(get_task("rescue"), batches_per_epoch=2, val_size=40),
@@ -42,11 +42,11 @@ def grown(host: str) -> Engine:
     engine = Engine(TASKS[host], [5])
     engine.plant_fossils(0, {"r0c0": (SEEDS[host][0], Operator.GATE)})
     network = engine.networks[0]
-    awaken(network.body.slots["r0c0"])
+    perturb(network.body.slots["r0c0"])
     engine.step(wait_everywhere(1))
     for slot, stage, alpha in (("r0c1", SeedStage.BLENDING, 0.7), ("r0c2", SeedStage.TRAINING, 0.0)):
         operator = Operator.MULTIPLY if slot == "r0c1" else Operator.ADD
-        awaken(network.body.plant(slot, SEEDS[host][1], operator, rng_seed=8))
+        perturb(network.body.plant(slot, SEEDS[host][1], operator, rng_seed=8))
         network.body.set_slot(network.body.slots[slot], stage, alpha)
     network.average.resync()
     return engine

@@ -24,7 +24,7 @@ from esper.nissa.journal_reader import read
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.run import RunDirectory, read_manifest
 from esper.tolaria.checkpoint import Checkpoints
-from tests.support.run_outcomes import events, heed_signals, is_whole, wait_for_life
+from tests.support.run_outcomes import events, is_whole, restore_signal_handling, wait_for_first_write
 
 SETTINGS = GrowSettings(task="digits", controller="schedule", epochs=17, birth="isolated")
 EPOCHS = 4 * 17
@@ -49,8 +49,8 @@ def every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    run = tmp_path_factory.mktemp("calm") / "run"
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
     run_grow(SETTINGS, GrowOptions(out=run))
     return outcome(run)
 
@@ -76,7 +76,7 @@ def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch, settings: GrowSetti
 @pytest.mark.parametrize("epochs", [1, 9, 14, 16, 17, 20, 34 + 5, 51 + 3])
 def test_stopped_run_resumes_bit_for_bit(
     epochs: int,
-    calm: dict[str, Any],
+    uninterrupted: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -88,9 +88,9 @@ def test_stopped_run_resumes_bit_for_bit(
     assert read_manifest(run)["status"] == "interrupted"
     resume_grow(run, [], GrowOptions())
     resumed = outcome(run)
-    assert resumed["weights"] == calm["weights"]
-    assert resumed["figures"] == calm["figures"]
-    assert resumed["events"] == calm["events"]
+    assert resumed["weights"] == uninterrupted["weights"]
+    assert resumed["figures"] == uninterrupted["figures"]
+    assert resumed["events"] == uninterrupted["events"]
     assert is_whole(run)
     manifest = read_manifest(run)
     assert manifest["status"] == "finished"
@@ -101,10 +101,10 @@ def test_stopped_run_resumes_bit_for_bit(
 @pytest.mark.parametrize("controller", ["heuristic", "random", "tamiyo"])
 def test_controller_resumes_with_its_memory(controller: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = GrowSettings(task="digits", controller=controller, epochs=20, compare=False, seed=3)
-    run_grow(settings, GrowOptions(out=tmp_path / "calm"))
+    run_grow(settings, GrowOptions(out=tmp_path / "uninterrupted"))
     stop_after(11, monkeypatch, settings, tmp_path / "run")
     resume_grow(tmp_path / "run", [], GrowOptions())
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "calm")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "uninterrupted")
 
 
 def test_what_cannot_be_resumed_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -206,13 +206,17 @@ def test_resume_takes_the_lock_before_it_chooses_a_checkpoint(monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chance", [0, 1])
-def test_run_killed_at_random_moments_ends_bit_identical(chance: int, calm: dict[str, Any], tmp_path: Path) -> None:
+def test_run_killed_at_random_moments_ends_bit_identical(
+    chance: int, uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
     """Kill real processes with SIGKILL, each up to a second after it begins to write; the last one may finish."""
     rng, run, kills = random.Random(chance), tmp_path / "run", 2
     command = [str(ESPER), "grow", "--task", "digits", "--epochs", "17", "--birth", "isolated", "--out", str(run)]
     for session in range(kills + 1):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals)
-        wait_for_life(run, process, begun=run.exists())
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=restore_signal_handling
+        )
+        wait_for_first_write(run, process, begun=run.exists())
         try:
             _, message = process.communicate(timeout=rng.random() if session < kills else None)
         except subprocess.TimeoutExpired:
@@ -230,7 +234,7 @@ def test_run_killed_at_random_moments_ends_bit_identical(chance: int, calm: dict
         break
     assert read_manifest(run)["status"] == "finished"
     resumed = outcome(run)
-    assert resumed["weights"] == calm["weights"]
-    assert resumed["figures"] == calm["figures"]
-    assert resumed["events"] == calm["events"]
+    assert resumed["weights"] == uninterrupted["weights"]
+    assert resumed["figures"] == uninterrupted["figures"]
+    assert resumed["events"] == uninterrupted["events"]
     assert is_whole(run)

@@ -184,7 +184,7 @@ def test_runs_of_groups_are_named_by_their_path(root, tmp_path):
     assert [arm["paths"] for arm in one(tmp_path, "compare", runs=["lr/a", "lr/b"])["arms"]] == [["lr/a"], ["lr/b"]]
 
 
-def test_missing_sdk_and_missing_directory_state_the_way_out(tmp_path, monkeypatch):
+def test_missing_sdk_and_missing_directory_state_a_remedy(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="esper mcp DIR"):
         run_mcp(tmp_path / "none")
     monkeypatch.setitem(sys.modules, "mcp.server", None)

@@ -52,7 +52,7 @@ def unscaled(grower):
 
 
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
-def test_joint_clipping_of_an_isolated_seed_warns_once_with_the_way_out(incubation):
+def test_joint_clipping_of_an_isolated_seed_warns_once_with_a_remedy(incubation):
     (message,) = run(jointly, incubation=incubation)
     assert "grower.clip_grad_norm_(max_norm)" in message
 

@@ -29,7 +29,7 @@ def table_at(epoch: int, *, quality: list[float] | None = None, loss: list[float
     return table
 
 
-class Mute:
+class WaitOnly:
     def act(self, table, _legal):
         return wait_everywhere(table.num_envs)
 
@@ -44,7 +44,11 @@ CASES = {
         "none of the schedule's blueprints fits a slot that it uses (0",
     ),
     "random": (Random(), table_at(3), "has not drawn GERMINATE"),
-    "own controller": (Mute(), table_at(3), "the controller Mute did not choose to plant, which the rules allow"),
+    "own controller": (
+        WaitOnly(),
+        table_at(3),
+        "the controller WaitOnly did not choose to plant, which the rules allow",
+    ),
     "heuristic, early": (Heuristic(), table_at(3), "plants from epoch 5 on (first_epoch)"),
     "heuristic, unmeasured": (Heuristic(), table_at(9), "give grower.step() validation batches"),
     "heuristic, improving": (

@@ -60,7 +60,7 @@ def train(grower: Grower, epoch: int = 0, batches: int = 4) -> None:
 VAL = [batch(99_991, 40), batch(99_992, 24)]
 
 
-def bring(grower: Grower, slot: str, stage: SeedStage, blueprint: str = "conv_light", **how: Any) -> None:
+def bring_to_stage(grower: Grower, slot: str, stage: SeedStage, blueprint: str = "conv_light", **how: Any) -> None:
     """Take a seed to a stage by hand, under EASY rules."""
     grower.germinate(slot, blueprint, **how)
     while grower.slots[slot].stage < min(stage, SeedStage.HOLDING):
@@ -121,13 +121,13 @@ def test_seed_completes_its_lifecycle_by_hand(incubation):
 def test_printed_grower_has_a_line_per_slot_with_known_values():
     grower = make_grower()
     assert repr(grower).split()[:4] == ["first", "DORMANT", "second", "DORMANT"]
-    bring(grower, "second", SeedStage.TRAINING)
+    bring_to_stage(grower, "second", SeedStage.TRAINING)
     train(grower)
     grower.step(VAL)
     text = repr(grower).partition("second")[2]
     for word in ("TRAINING", "conv_light", "alpha 0.00", "336 params", "prospect"):
         assert word in text
-    bring(grower, "first", SeedStage.HOLDING)
+    bring_to_stage(grower, "first", SeedStage.HOLDING)
     grower.step(VAL)
     assert "contribution" in repr(grower).partition("second")[0]
     assert " ± " in repr(grower)
@@ -195,8 +195,8 @@ def test_seed_pruned_while_training_leaves_the_host_bit_identical(kind, incubati
 
     def grow(grower: Grower, epoch: int) -> None:
         if epoch == 1:
-            bring(grower, "first", SeedStage.TRAINING, style="GATED_GATE")
-            bring(grower, "second", SeedStage.TRAINING, "bottleneck")
+            bring_to_stage(grower, "first", SeedStage.TRAINING, style="GATED_GATE")
+            bring_to_stage(grower, "second", SeedStage.TRAINING, "bottleneck")
         if epoch == 4:
             largest.append(max(p.abs().max().item() for p in grower.body.slots["first"].seed[-1].parameters()))
             grower.prune("first")
@@ -218,7 +218,7 @@ def test_seed_pruned_while_training_leaves_the_host_bit_identical(kind, incubati
 def test_non_finite_seed_does_not_affect_the_host(incubation):
     def grow(grower: Grower, epoch: int) -> None:
         if epoch == 1:
-            bring(grower, "first", SeedStage.TRAINING, "conv_heavy")
+            bring_to_stage(grower, "first", SeedStage.TRAINING, "conv_heavy")
             with torch.no_grad():
                 for p in grower.body.slots["first"].parameters():
                     p.fill_(float("nan"))
@@ -230,7 +230,7 @@ def test_non_finite_seed_does_not_affect_the_host(incubation):
 
 def test_seed_being_pruned_is_frozen_and_passes_gradients_to_the_host():
     grower = make_grower()
-    bring(grower, "first", SeedStage.HOLDING)
+    bring_to_stage(grower, "first", SeedStage.HOLDING)
     train(grower)
     grower.prune("first", speed="fast")
     params = list(grower.body.slots["first"].parameters())
@@ -251,7 +251,7 @@ def test_seed_being_pruned_is_frozen_and_passes_gradients_to_the_host():
 
 def test_partly_lowered_seed_trains_again_once_its_alpha_is_constant():
     grower = make_grower()
-    bring(grower, "first", SeedStage.HOLDING)
+    bring_to_stage(grower, "first", SeedStage.HOLDING)
     grower.set_alpha_target("first", 0.5, speed="fast")
     frozen = []
     for _ in range(4):
@@ -333,7 +333,7 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
     ),
     "advance, not at full": (
         EASY,
-        lambda g: bring(g, "first", SeedStage.BLENDING),
+        lambda g: bring_to_stage(g, "first", SeedStage.BLENDING),
         lambda g: g.advance("first"),
         "BLENDING: alpha is 0.00 and moving to 1.00; the gate requires that it rests at 1. "
         "Way out: wait until its ramp ends",
@@ -346,14 +346,14 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
     ),
     "advance, holding": (
         EASY,
-        lambda g: bring(g, "first", SeedStage.HOLDING),
+        lambda g: bring_to_stage(g, "first", SeedStage.HOLDING),
         lambda g: g.advance("first"),
         "HOLDING: this stage does not allow it",
     ),
     "fossilize, unmeasured": (
         EASY.__class__(birth="isolated", thresholds=Thresholds(blend_dwell=0, blend_health=None), auto_train=False,
                        auto_blend=False, auto_hold=False),
-        lambda g: bring(g, "first", SeedStage.HOLDING),
+        lambda g: bring_to_stage(g, "first", SeedStage.HOLDING),
         lambda g: g.fossilize("first"),
         "its contribution was not measured in HOLDING. Way out: measure it with grower.step(val_batches)",
     ),
@@ -365,13 +365,13 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
     ),
     "retarget, moving": (
         EASY,
-        lambda g: bring(g, "first", SeedStage.BLENDING),
+        lambda g: bring_to_stage(g, "first", SeedStage.BLENDING),
         lambda g: g.set_alpha_target("first", 0.5),
         "cannot set alpha target 'first', which is BLENDING: its alpha is moving; wait until it rests",
     ),
     "retarget, empty": (
         EASY,
-        lambda g: bring(g, "second", SeedStage.HOLDING),
+        lambda g: bring_to_stage(g, "second", SeedStage.HOLDING),
         lambda g: g.set_alpha_target("first", 0.5),
         "DORMANT: this stage does not allow it. Slots that do: second",
     ),
@@ -383,13 +383,13 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
     ),
     "prune, moving": (
         EASY,
-        lambda g: bring(g, "first", SeedStage.BLENDING),
+        lambda g: bring_to_stage(g, "first", SeedStage.BLENDING),
         lambda g: g.prune("first"),
         "BLENDING: its alpha is moving; wait until it rests",
     ),
     "prune, fossil": (
         EASY,
-        lambda g: bring(g, "first", SeedStage.FOSSILIZED),
+        lambda g: bring_to_stage(g, "first", SeedStage.FOSSILIZED),
         lambda g: g.prune("first"),
         "FOSSILIZED: this stage does not allow it. Slots that do: none",
     ),
@@ -474,7 +474,7 @@ def test_grower_that_was_replaced_by_a_later_one_is_refused(call):
 
 def test_without_validation_batches_nothing_is_measured():
     grower = make_grower()
-    bring(grower, "first", SeedStage.HOLDING)
+    bring_to_stage(grower, "first", SeedStage.HOLDING)
     report = grower.step()
     assert math.isnan(report.quality)
     assert math.isnan(report.committed)
@@ -486,7 +486,7 @@ def test_without_validation_batches_nothing_is_measured():
 def test_quality_is_of_the_body_in_eval_mode_and_committed_of_the_host():
     grower = make_grower()
     train(grower, batches=20)
-    bring(grower, "second", SeedStage.HOLDING)
+    bring_to_stage(grower, "second", SeedStage.HOLDING)
     train(grower, 1, batches=20)
     report = grower.step(VAL)
     body = grower.body.eval()
@@ -516,7 +516,7 @@ def test_batches_may_be_mappings_with_labels_and_outputs_too(quality):
     x, shift, y = torch.randn(12, 4), torch.randn(12, 4), torch.randint(3, (12,))
     body = esper.graft(Pair(), at="one", probe={"x": x, "shift": shift})
     grower = Grower(body, optim.SGD(body.parameters(), lr=0.1), quality=quality, rules=EASY, controller="none")
-    bring(grower, "one", SeedStage.HOLDING, "mlp_small")
+    bring_to_stage(grower, "one", SeedStage.HOLDING, "mlp_small")
     report = grower.step([{"x": x, "shift": shift, "labels": y}])
     score = {"accuracy": accuracy, "log_probability": log_probability}[quality]
     assert report.quality == pytest.approx(score(body(x, shift), y).mean().item(), abs=1e-6)
@@ -525,7 +525,7 @@ def test_batches_may_be_mappings_with_labels_and_outputs_too(quality):
 
 def test_custom_quality_is_the_one_that_counts():
     grower = make_grower(quality=lambda output, _target: -(output - 1.0).square().mean(1))
-    bring(grower, "first", SeedStage.HOLDING)
+    bring_to_stage(grower, "first", SeedStage.HOLDING)
     train(grower)
     report = grower.step(VAL)
     body = grower.body.eval()
@@ -541,7 +541,7 @@ def test_batch_is_split_into_inputs_and_target():
 
 def test_gradients_are_sampled_by_the_stride_and_read_once_per_step(monkeypatch):
     grower = make_grower(gradient_telemetry_stride=3)
-    bring(grower, "first", SeedStage.TRAINING)
+    bring_to_stage(grower, "first", SeedStage.TRAINING)
     sampled: list[int] = []
     take = GradientMeter.take
     monkeypatch.setattr(GradientMeter, "take", lambda *args: (sampled.append(grower._batches), take(*args)))
@@ -555,8 +555,8 @@ def test_gradients_are_sampled_by_the_stride_and_read_once_per_step(monkeypatch)
 
 def test_seed_trained_on_odd_batches_only_is_still_measured():
     grower = make_grower(incubation="shadow", gradient_telemetry_stride=2)
-    bring(grower, "first", SeedStage.HOLDING)  # has a gradient on every batch
-    bring(grower, "second", SeedStage.TRAINING)
+    bring_to_stage(grower, "first", SeedStage.HOLDING)  # has a gradient on every batch
+    bring_to_stage(grower, "second", SeedStage.TRAINING)
     for i in range(4):
         x, y = batch(i)
         grower.optimizer.zero_grad()
@@ -570,7 +570,7 @@ def test_seed_trained_on_odd_batches_only_is_still_measured():
 
 def test_samples_of_a_pruned_seed_are_not_attributed_to_the_next():
     grower = make_grower(gradient_telemetry_stride=1)
-    bring(grower, "first", SeedStage.TRAINING)
+    bring_to_stage(grower, "first", SeedStage.TRAINING)
     train(grower)
     grower.step()
     train(grower)
@@ -620,7 +620,7 @@ class Pruner:
         return actions
 
 
-class Contrary:
+class IllegalController:
     """Requests what is not allowed, then a slot that does not exist."""
 
     def __init__(self) -> None:
@@ -634,7 +634,7 @@ class Contrary:
 
 
 def test_custom_controller_decides_and_illegal_actions_have_no_effect():
-    controller = Contrary()
+    controller = IllegalController()
     grower = make_grower(controller=controller)
     for _ in range(2):
         report = grower.step()
@@ -649,7 +649,7 @@ def test_accumulated_gradients_grow_as_whole_batches_do():
     def run(parts: int) -> torch.Tensor:
         grower = make_grower(gradient_telemetry_stride=1)
         grower.body.eval()  # no dropout, no batch statistics: parts and whole agree
-        bring(grower, "first", SeedStage.HOLDING)
+        bring_to_stage(grower, "first", SeedStage.HOLDING)
         for i in range(6):
             x, y = batch(i, 16)
             grower.optimizer.zero_grad()
@@ -672,7 +672,7 @@ def test_gradient_scaler_leaves_the_run_and_its_statistics_unscaled(fused, unsca
         grower = Grower(
             body, optimizer, rules=EASY, incubation="shadow", gradient_telemetry_stride=1, controller="none"
         )
-        bring(grower, "first", SeedStage.TRAINING)
+        bring_to_stage(grower, "first", SeedStage.TRAINING)
         torch.manual_seed(3)
         for i in range(3):
             x, y = batch(i)
@@ -697,8 +697,8 @@ def test_gradient_scaler_leaves_the_run_and_its_statistics_unscaled(fused, unsca
 def test_named_parameters_keep_their_names_through_growth():
     body = make_body()
     grower = Grower(body, optim.AdamW(body.named_parameters()), rules=EASY, controller="none")
-    bring(grower, "first", SeedStage.FOSSILIZED)
-    bring(grower, "second", SeedStage.TRAINING, "norm")
+    bring_to_stage(grower, "first", SeedStage.FOSSILIZED)
+    bring_to_stage(grower, "second", SeedStage.TRAINING, "norm")
     host, seeds = (group["param_names"] for group in grower.optimizer.param_groups)
     assert host[-3:] == ["esper.first.seed.0.weight", "esper.first.seed.0.bias", "esper.first.seed.2.weight"]
     assert seeds == ["esper.second.seed.theta", "esper.second.seed.norm.weight", "esper.second.seed.norm.bias"]
@@ -714,8 +714,8 @@ def test_seed_options_apply_to_their_own_parameter_group():
 
 def test_host_and_seeds_are_clipped_separately_and_fossils_with_the_host():
     grower = make_grower()
-    bring(grower, "first", SeedStage.FOSSILIZED)
-    bring(grower, "second", SeedStage.HOLDING)
+    bring_to_stage(grower, "first", SeedStage.FOSSILIZED)
+    bring_to_stage(grower, "second", SeedStage.HOLDING)
     train(grower)
     for p in grower.body.parameters():
         p.grad = torch.full_like(p, 2.0)
@@ -732,8 +732,8 @@ def test_host_and_seeds_are_clipped_separately_and_fossils_with_the_host():
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_grown_body_is_adopted_before_or_after_loading(when):
     old = make_grower()
-    bring(old, "first", SeedStage.FOSSILIZED, style="GATED_GATE")
-    bring(old, "second", SeedStage.BLENDING, "bottleneck", style="LINEAR_MULTIPLY")
+    bring_to_stage(old, "first", SeedStage.FOSSILIZED, style="GATED_GATE")
+    bring_to_stage(old, "second", SeedStage.BLENDING, "bottleneck", style="LINEAR_MULTIPLY")
     train(old)
     old.step()
     state = copy.deepcopy(old.body.state_dict())
@@ -746,7 +746,7 @@ def test_grown_body_is_adopted_before_or_after_loading(when):
         )
     else:
         grower = make_grower()
-        bring(grower, "second", SeedStage.TRAINING, "norm")  # replaced by the loaded state
+        bring_to_stage(grower, "second", SeedStage.TRAINING, "norm")  # replaced by the loaded state
         train(grower)
         grower.body.load_state_dict(state)
         body = grower.body
@@ -773,7 +773,7 @@ def test_grown_body_is_adopted_before_or_after_loading(when):
 
 def test_seed_held_below_full_alpha_stays_there_after_loading():
     old = make_grower()
-    bring(old, "first", SeedStage.HOLDING)
+    bring_to_stage(old, "first", SeedStage.HOLDING)
     old.set_alpha_target("first", 0.7, speed="instant")
     grower = make_grower()
     grower.body.load_state_dict(old.body.state_dict())
@@ -805,19 +805,19 @@ def test_blueprint_registered_after_construction_can_be_germinated():
 def test_blueprint_violating_a_rule_leaves_table_and_body_unchanged():
     grower = make_grower()
 
-    @esper.blueprint("loud", layouts="map")
-    def loud(dim: int) -> nn.Module:
+    @esper.blueprint("nonzero_at_birth", layouts="map")
+    def nonzero_at_birth(dim: int) -> nn.Module:
         return nn.Conv2d(dim, dim, 1)
 
     try:
         before = grower.table.clone()
         with pytest.raises(BlueprintError, match="Δ is not zero at birth"):
-            grower.germinate("first", "loud")
+            grower.germinate("first", "nonzero_at_birth")
         assert not grower.table.diff(before)
         assert grower.slots["first"].stage == SeedStage.DORMANT
         grower.germinate("first", "norm")
     finally:
-        unregister("loud")
+        unregister("nonzero_at_birth")
 
 
 def test_costs_of_every_blueprint_are_available_before_building():

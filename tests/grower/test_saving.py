@@ -45,7 +45,7 @@ Make = Callable[[], tuple[Grower, Any, Data]]
 Script = dict[int, Callable[[Grower], object]]
 
 
-def life(one: str = "conv_light", two: str = "bottleneck") -> Script:
+def lifecycle_script(one: str = "conv_light", two: str = "bottleneck") -> Script:
     """Return operations by step: every stage, both directions of alpha, early and late gates, a prune, a new seed."""
     return {
         1: lambda g: g.germinate("first", one, tempo="FAST", style="LINEAR_ADD"),
@@ -132,7 +132,7 @@ def digest(value: Any) -> Any:
     return [digest(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def everything(grower: Grower) -> dict[str, str]:
+def state_hashes(grower: Grower) -> dict[str, str]:
     """Return a hash of each part of the state that decides how training continues."""
     body, optimizer, controller = grower.body, grower.optimizer, grower.controller
     parts = {
@@ -153,13 +153,13 @@ def everything(grower: Grower) -> dict[str, str]:
     return {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
 
 
-def sow() -> None:
+def seed_generators() -> None:
     torch.manual_seed(11)
     np.random.seed(12)
     random.seed(13)
 
 
-def disturb() -> None:
+def change_generators() -> None:
     """Change the state of all random generators, as in a new process."""
     torch.manual_seed(99)
     np.random.seed(98)
@@ -169,13 +169,13 @@ def disturb() -> None:
 def uninterrupted(make: Make, script: Script, saves: dict[int, Path]) -> tuple[Loop, list[Any]]:
     """Run without interruption, saving at some points; return the loop and its state after each step."""
     loop = Loop(make, script)
-    sow()
+    seed_generators()
     history: list[Any] = []
     for at in chain([0], loop.run()):
-        history.append((everything(loop.grower), len(loop.grower.emit.hub)))
+        history.append((state_hashes(loop.grower), len(loop.grower.emit.hub)))
         if at in saves:
             loop.save(saves[at])
-            assert everything(loop.grower) == history[-1][0]  # saving changes nothing
+            assert state_hashes(loop.grower) == history[-1][0]  # saving changes nothing
             assert type(loop.grower.emit.hub.pop()) is Checkpoint
     return loop, history
 
@@ -185,15 +185,15 @@ def resumed_equals_uninterrupted(make: Make, script: Script, points: list[int], 
     saves = {at: root / str(at) for at in points}
     whole, history = uninterrupted(make, script, saves)
     for at in points:
-        disturb()
+        change_generators()
         again = Loop(make, script)
         again.load(saves[at])
         assert again.at == at
         hub = again.grower.emit.hub
         hub.clear()
-        assert everything(again.grower) == history[at][0], f"loaded at {at}"
+        assert state_hashes(again.grower) == history[at][0], f"loaded at {at}"
         for now in again.run(min(at + more, len(whole.steps))):
-            assert everything(again.grower) == history[now][0], f"resumed at {at}, step {now}"
+            assert state_hashes(again.grower) == history[now][0], f"resumed at {at}, step {now}"
         assert list(hub) == whole.grower.emit.hub[history[at][1] : history[again.at][1]]
     return whole
 
@@ -214,7 +214,7 @@ def optimizer_of(kind: str, body: esper.Body) -> optim.Optimizer:
     }[kind]()
 
 
-class Odd(nn.Module):
+class UnusualModel(nn.Module):
     """Channels last, shared weights, a buffer outside the state dict, extra state, a frozen layer."""
 
     def __init__(self) -> None:
@@ -244,9 +244,9 @@ class Odd(nn.Module):
         return self.head(h) * (1 + 0.01 * self.calls)
 
 
-def odd() -> tuple[esper.Body, Data]:
+def unusual() -> tuple[esper.Body, Data]:
     torch.manual_seed(1)
-    model = Odd().to(memory_format=torch.channels_last)
+    model = UnusualModel().to(memory_format=torch.channels_last)
     at = {"first": "first", "second": "second"}
     return esper.graft(model, at=at, probe=batch(0, 4)[0].to(memory_format=torch.channels_last)), batch
 
@@ -265,7 +265,7 @@ def text() -> tuple[esper.Body, Data]:
 
 HOSTS: dict[str, Callable[[], tuple[esper.Body, Data]]] = {
     "cnn": lambda: (make_body(), batch),
-    "odd": odd,
+    "unusual": unusual,
     "text": text,
 }
 
@@ -302,7 +302,7 @@ AT = {
 
 
 def test_scenario_visits_every_stage():
-    loop, met = Loop(maker(), life()), set()
+    loop, met = Loop(maker(), lifecycle_script()), set()
     for at in loop.run():
         now = {view.stage for view in loop.grower.slots.values()}
         met |= now
@@ -314,19 +314,25 @@ def test_scenario_visits_every_stage():
 
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
 def test_run_resumes_bit_for_bit_from_every_stage(incubation, tmp_path):
-    resumed_equals_uninterrupted(maker(incubation=incubation), life(), list(AT.values()), tmp_path, more=PER_EPOCH)
+    resumed_equals_uninterrupted(
+        maker(incubation=incubation), lifecycle_script(), list(AT.values()), tmp_path, more=PER_EPOCH
+    )
 
 
 @pytest.mark.parametrize("kind", ["fused sgd", "adamw", "fused adamw", "groups", "named", "adafactor", "rmsprop"])
 def test_run_resumes_bit_for_bit_with_every_optimiser(kind, tmp_path):
     points = [AT["on its way to another alpha, by a gate born later"], AT["FOSSILIZED, and one on its way out"]]
-    resumed_equals_uninterrupted(maker(kind, incubation="shadow", lr=0.02), life(), points, tmp_path, more=PER_EPOCH)
+    resumed_equals_uninterrupted(
+        maker(kind, incubation="shadow", lr=0.02), lifecycle_script(), points, tmp_path, more=PER_EPOCH
+    )
 
 
-@pytest.mark.parametrize(("host", "seeds"), [("odd", ("conv_light", "bottleneck")), ("text", ("lora", "mlp_small"))])
+@pytest.mark.parametrize(
+    ("host", "seeds"), [("unusual", ("conv_light", "bottleneck")), ("text", ("lora", "mlp_small"))]
+)
 def test_run_resumes_bit_for_bit_with_every_host(host, seeds, tmp_path):
     points = [AT["BLENDING, mid-ramp and mid-epoch"], AT["FOSSILIZED, and one on its way out"]]
-    resumed_equals_uninterrupted(maker("adamw", host), life(*seeds), points, tmp_path, more=PER_EPOCH)
+    resumed_equals_uninterrupted(maker("adamw", host), lifecycle_script(*seeds), points, tmp_path, more=PER_EPOCH)
 
 
 @pytest.mark.slow
@@ -336,16 +342,20 @@ def test_run_resumes_bit_for_bit_with_every_host(host, seeds, tmp_path):
 @pytest.mark.parametrize("kind", ["sgd", "groups"])
 def test_run_resumes_bit_for_bit_from_any_step(kind, incubation, tmp_path):
     resumed_equals_uninterrupted(
-        maker(kind, incubation=incubation), life(), list(range(0, EPOCHS * PER_EPOCH, 5)), tmp_path, more=PER_EPOCH
+        maker(kind, incubation=incubation),
+        lifecycle_script(),
+        list(range(0, EPOCHS * PER_EPOCH, 5)),
+        tmp_path,
+        more=PER_EPOCH,
     )
 
 
 @pytest.mark.slow
 def test_resumed_run_ends_as_the_uninterrupted_one(tmp_path):
-    resumed_equals_uninterrupted(maker("adamw"), life(), [AT["HOLDING"]], tmp_path, more=10_000)
+    resumed_equals_uninterrupted(maker("adamw"), lifecycle_script(), [AT["HOLDING"]], tmp_path, more=10_000)
 
 
-class Fickle:
+class CountingController:
     """A custom controller with state."""
 
     def __init__(self) -> None:
@@ -377,7 +387,7 @@ def plan() -> dict[str, str]:
 @pytest.mark.filterwarnings("ignore:the model lies outside")
 @pytest.mark.parametrize(
     "controller",
-    ["schedule", "random", "tamiyo", lambda: Heuristic(EAGER), Fickle, plan],
+    ["schedule", "random", "tamiyo", lambda: Heuristic(EAGER), CountingController, plan],
     ids=lambda c: getattr(c, "__name__", c),
 )
 def test_run_resumes_bit_for_bit_under_every_controller(controller, tmp_path):
@@ -398,14 +408,14 @@ def test_run_resumes_bit_for_bit_under_every_controller(controller, tmp_path):
 def continue_run(where: Path, until: int, summary: Path) -> None:
     """Load the run if it was saved, continue it, save it and write its whole state. Called in a new process."""
     torch.set_num_threads(1)
-    loop = Loop(maker("adamw", "odd", incubation="shadow"), life())
-    sow()
+    loop = Loop(maker("adamw", "unusual", incubation="shadow"), lifecycle_script())
+    seed_generators()
     if where.exists():
         loop.load(where)
     for _ in loop.run(until):
         pass
     loop.save(where)
-    summary.write_text(f"{loop.at} {everything(loop.grower)}")
+    summary.write_text(f"{loop.at} {state_hashes(loop.grower)}")
 
 
 @pytest.mark.slow
@@ -434,15 +444,15 @@ import torch
 torch.set_num_threads(1)
 from pathlib import Path
 from tests.grower.test_saving import *
-loop, where = Loop(maker(), life()), Path(sys.argv[1])
-sow()
+loop, where = Loop(maker(), lifecycle_script()), Path(sys.argv[1])
+seed_generators()
 for at in loop.run(AT["HOLDING"]):
     if at == AT["GERMINATED"]:
         loop.save(where)
 
-def die_at(nth):
+def kill_at_call(nth):
     calls = 0
-    def deadly(plain):
+    def killing(plain):
         def call(*args, **kwargs):
             nonlocal calls
             calls += 1
@@ -451,7 +461,7 @@ def die_at(nth):
             return plain(*args, **kwargs)
         return call
     for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):
-        setattr(os, name, deadly(getattr(os, name)))
+        setattr(os, name, killing(getattr(os, name)))
     loop.grower.save(where, keep=1, extra={{"at": loop.at, "scheduler": loop.scheduler.state_dict()}})
     os._exit(0)
 
@@ -462,14 +472,14 @@ nth = status = 1
 while status:
     shutil.rmtree(where)
     shutil.copytree(first, where)
-    pid = os.fork() or die_at(nth)
+    pid = os.fork() or kill_at_call(nth)
     status = os.waitpid(pid, 0)[1]
     assert status in (0, signal.SIGKILL), status
-    again = Loop(maker(), life())
+    again = Loop(maker(), lifecycle_script())
     again.load(where)
     print(nth, again.at, [p.name for p in where.glob(".draft*")])
     nth += 1
-os.waitpid(os.fork() or die_at(nth // 2), 0)
+os.waitpid(os.fork() or kill_at_call(nth // 2), 0)
 again.save(where)
 assert not list(where.glob(".draft*")), "drafts of killed writers are removed"
 """
@@ -489,8 +499,8 @@ def test_kill_at_any_point_while_saving_leaves_the_old_or_the_new_save(tmp_path)
 
 def grown(where: Path, at: str = "HOLDING", **options: Any) -> Loop:
     """Run to a point and save."""
-    loop = Loop(maker(**options), life())
-    sow()
+    loop = Loop(maker(**options), lifecycle_script())
+    seed_generators()
     for _ in loop.run(AT[at]):
         pass
     loop.save(where)
@@ -499,7 +509,7 @@ def grown(where: Path, at: str = "HOLDING", **options: Any) -> Loop:
 
 def test_damaged_save_is_named_and_the_previous_one_is_used(tmp_path):
     loop = grown(tmp_path, "TRAINING, between backward and step")
-    before = everything(loop.grower)
+    before = state_hashes(loop.grower)
     for _ in loop.run(AT["HOLDING"]):
         pass
     newest = loop.save(tmp_path)
@@ -508,11 +518,11 @@ def test_damaged_save_is_named_and_the_previous_one_is_used(tmp_path):
     content[-1] ^= 1
     damaged.write_bytes(content)
 
-    again = Loop(maker(), life())
+    again = Loop(maker(), lifecycle_script())
     with pytest.warns(UserWarning, match=f"'{newest.name}' is damaged"):
         again.load(tmp_path)
 
-    assert everything(again.grower) == before
+    assert state_hashes(again.grower) == before
 
 
 def test_as_many_saves_are_kept_as_requested(tmp_path):
@@ -620,12 +630,12 @@ def test_mismatching_save_is_refused_with_nothing_changed(case, fresh, saved):
             loss(body(batch(i)[0].to(dtype)), batch(i)[1]).backward()
             grower.optimizer.step()
         grower.step()
-    before = everything(grower)
+    before = state_hashes(grower)
 
     with pytest.raises(CheckpointError, match=text) as error:
         grower.load(saved)
 
-    assert everything(grower) == before
+    assert state_hashes(grower) == before
     assert str(error.value).startswith(f"cannot load {saved}")
     assert str(error.value).endswith("Nothing was changed.")
 
@@ -660,14 +670,14 @@ def test_forged_save_with_a_valid_checksum_is_refused_with_nothing_changed(case,
     parts = {"body": true.tensors("body"), "gradients": true.tensors("gradients"), "grower": tensors}
     Checkpoints(tmp_path).write("forged", tensors=parts, documents={"grower": document}, kind="body")
     grower = maker()()[0]
-    before = everything(grower)
+    before = state_hashes(grower)
     with pytest.raises(CheckpointError, match=text):
         grower.load(tmp_path)
-    assert everything(grower) == before
+    assert state_hashes(grower) == before
 
 
 def test_body_part_of_a_save_loads_as_a_state_dict(saved):
-    again = Loop(maker(), life())
+    again = Loop(maker(), lifecycle_script())
     again.load(saved)
     body = make_body()
     body.load_state_dict(Checkpoints(saved).newest().tensors("body"))
@@ -685,7 +695,7 @@ def test_controller_refuses_a_foreign_state(controller, state):
 
 
 def test_save_replaces_whatever_had_grown(saved):
-    again = Loop(maker(), life())
+    again = Loop(maker(), lifecycle_script())
     again.grower.germinate("second", "norm")
     again.grower.germinate("first", "attention")
     effects: list[str] = []
@@ -693,9 +703,9 @@ def test_save_replaces_whatever_had_grown(saved):
     again.load(saved)
     assert effects == ["BUILD first", "BUILD second"]
 
-    fresh = Loop(maker(), life())
+    fresh = Loop(maker(), lifecycle_script())
     fresh.load(saved)
-    assert everything(again.grower) == everything(fresh.grower)
+    assert state_hashes(again.grower) == state_hashes(fresh.grower)
 
 
 def test_save_of_a_bare_body_removes_growth_and_notifies_listeners(tmp_path):
@@ -738,14 +748,14 @@ def test_policy_with_another_memory_is_refused_with_nothing_changed(tmp_path):
     grower.step()
     grower.save(tmp_path)
     other = tamiyo(12)
-    before = everything(other)
+    before = state_hashes(other)
     with pytest.raises(CheckpointError, match="of another policy"):
         other.load(tmp_path)
-    assert everything(other) == before
+    assert state_hashes(other) == before
 
 
 def test_trained_policy_takes_over_a_grown_body(saved):
-    again = Loop(maker(), life())
+    again = Loop(maker(), lifecycle_script())
     again.load(saved)
     body = make_body()
     body.load_state_dict(again.grower.body.state_dict())
@@ -790,14 +800,14 @@ def test_custom_seed_is_restored_and_an_unknown_one_is_named(register, tmp_path)
 
     again = maker()()[0]
     again.load(tmp_path)
-    assert everything(again) == everything(grower)
+    assert state_hashes(again) == state_hashes(grower)
 
     register.forget("mine")
     other = maker()()[0]
-    before = everything(other)
+    before = state_hashes(other)
     with pytest.raises(CheckpointError, match=r"seed of blueprint 'mine' in slot 'second', which is not registered"):
         other.load(tmp_path)
-    assert everything(other) == before
+    assert state_hashes(other) == before
 
     register("mine", lambda dim: nn.Sequential(nn.Conv2d(dim, dim, 1), zero_conv(dim)))
     with pytest.raises(CheckpointError, match=r"'esper\.second\.seed\.\w+' is only in the checkpoint"):
@@ -806,7 +816,7 @@ def test_custom_seed_is_restored_and_an_unknown_one_is_named(register, tmp_path)
     register("mine", lambda dim: nn.Conv2d(dim, dim, 1))
     with pytest.raises(CheckpointError, match="Δ is not zero at birth"):
         other.load(tmp_path)
-    assert everything(other) == before
+    assert state_hashes(other) == before
 
 
 def test_blueprints_with_other_numbers_are_refused(register, tmp_path):
@@ -864,7 +874,7 @@ def test_frozen_parameters_and_eval_modes_are_kept(tmp_path):
     for p in loop.grower.body.slots["first"].parameters():
         p.requires_grad_(False)
     loop.save(tmp_path)
-    again = Loop(maker(), life())
+    again = Loop(maker(), lifecycle_script())
     again.load(tmp_path)
     assert frozen(again) == frozen(loop)
     assert not again.grower.body.model[0][1].training
@@ -886,7 +896,7 @@ def test_optimiser_state_of_higher_precision_is_not_rounded(tmp_path):
 
 
 def test_parameters_find_their_state_by_name_in_any_order(saved):
-    again = Loop(maker(), life())
+    again = Loop(maker(), lifecycle_script())
     again.load(saved)
     body = make_body()
     turned = Grower(
@@ -897,7 +907,7 @@ def test_parameters_find_their_state_by_name_in_any_order(saved):
         controller="none",
     )
     turned.load(saved)
-    assert everything(turned) == everything(again.grower)
+    assert state_hashes(turned) == state_hashes(again.grower)
 
 
 def test_parameters_outside_the_body_keep_their_state(tmp_path):
@@ -936,7 +946,7 @@ def test_extra_is_returned_unchanged(tmp_path):
 # -- telemetry
 
 
-class Flushed(EventList):
+class FlushRecorder(EventList):
     """Records when it is flushed, as the hub is."""
 
     def flush(self) -> bool:
@@ -945,7 +955,7 @@ class Flushed(EventList):
 
 
 def test_events_reach_the_disk_before_the_save_which_is_an_event_itself(tmp_path):
-    hub = Flushed()
+    hub = FlushRecorder()
     grower = maker(telemetry=hub)()[0]
     grower.step()
     path = grower.save(tmp_path)
@@ -970,7 +980,7 @@ def test_recorded_run_reports_its_saves(tmp_path):
 
 def trained_grower(batches: int) -> Grower:
     """Return a grower after some batches with a seed of each kind of growth: blending, and with a gate."""
-    sow()
+    seed_generators()
     body = make_body()
     grower = Grower(
         body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False), controller="none"
@@ -996,7 +1006,7 @@ def test_state_dict_and_body_state_resume_bit_exactly(tmp_path):
     torch.save({"body": grower.body.state_dict(), "grower": grower.state_dict()}, tmp_path / "checkpoint.pt")
     train_on(grower, range(3, 6))
     grower.step([batch(5)])
-    disturb()
+    change_generators()
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)  # no pickled class
     body = make_body()
     again = Grower(
@@ -1006,7 +1016,7 @@ def test_state_dict_and_body_state_resume_bit_exactly(tmp_path):
     again.load_state_dict(saved["grower"])
     train_on(again, range(3, 6))
     again.step([batch(5)])
-    assert everything(again) == everything(grower)
+    assert state_hashes(again) == state_hashes(grower)
 
 
 def test_load_state_dict_without_the_state_of_the_body_is_refused():
@@ -1015,9 +1025,9 @@ def test_load_state_dict_without_the_state_of_the_body_is_refused():
     again = Grower(
         body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False), controller="none"
     )
-    before = everything(again)
+    before = state_hashes(again)
     with pytest.raises(CheckpointError, match="Load the state of the body first"):
         again.load_state_dict(state)
     with pytest.raises(CheckpointError, match="not the state of a grower"):
         again.load_state_dict({"tensors": {}})
-    assert everything(again) == before
+    assert state_hashes(again) == before

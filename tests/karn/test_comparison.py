@@ -148,7 +148,7 @@ def test_what_does_not_pair_is_named(tmp_path):
     assert comparison.notes == ["other is of task 'digits', a of task 'rescue': compare runs of one task."]
 
 
-def test_wrong_arguments_state_the_way_out(tmp_path):
+def test_wrong_arguments_state_a_remedy(tmp_path):
     a = write_run(tmp_path / "a", [{}])
     for paths, text in (([], "no run was given"), ([a], "nothing to compare with a"), ([a, a], "given twice")):
         with pytest.raises(ConfigError, match=text):

@@ -147,7 +147,7 @@ def test_failures_are_listed_only_when_present(places):
     assert data_of(places["grown"])[0]["document"]["problems"] == []
 
 
-def test_quality_that_is_not_finite_is_a_trouble(tmp_path):
+def test_quality_that_is_not_finite_is_a_problem(tmp_path):
     journal = Journal(tmp_path / "run")
     for event in (started(), step(1), step(2, quality=math.nan)):
         journal.write(event)

@@ -38,8 +38,8 @@ from esper.nissa import journal_reader as journal
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record, line, sealed
 from esper.nissa.run import RunDirectory
-from tests.support.journal_checks import holes
-from tests.support.run_outcomes import heed_signals
+from tests.support.journal_checks import missing_seqs
+from tests.support.run_outcomes import restore_signal_handling
 
 pytest.importorskip("duckdb")
 DOC = Path(__file__).parents[2] / "docs" / "telemetry.md"
@@ -272,7 +272,7 @@ def test_gaps_in_the_sequence_are_losses(tmp_path):
         rows = opened.ask("select after_seq, before_seq, missing from losses order by before_seq").rows
 
     assert rows == [(-1, 2, 2), (3, 9, 5)]
-    assert [(gap.start - 1, gap.stop, len(gap)) for gap in holes(journal.read(path))[0]] == rows
+    assert [(gap.start - 1, gap.stop, len(gap)) for gap in missing_seqs(journal.read(path))[0]] == rows
 
 
 def test_several_runs_are_queried_together_with_their_baseline(tmp_path):
@@ -403,7 +403,7 @@ sys.argv = ["esper", "sql", *sys.argv[1:], "--timeout", "600"]
 main()
 """
     command = [sys.executable, "-c", code, str(run), SLOW]
-    asking = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=heed_signals)
+    asking = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=restore_signal_handling)
     try:
         assert asking.stdout.readline() == "read\n"
         time.sleep(0.5)  # the query is running

@@ -211,17 +211,17 @@ def test_straight_through_delta_stays_bounded(layout):
             delta = (delta - 0.05 * delta.grad).detach().requires_grad_()
         return delta.detach()
 
-    def always(_step: int) -> Tensor:
+    def constant(_step: int) -> Tensor:
         return say
 
-    def now_so_now_so(step: int) -> Tensor:
+    def alternating(step: int) -> Tensor:
         return say if step % 2 else -say
 
     for start in (0.0, 5.0):
-        agreed = trained_delta(start, always)
+        agreed = trained_delta(start, constant)
         torch.testing.assert_close(rms(agreed, layout), reach, rtol=1e-2, atol=1e-3)
         torch.testing.assert_close(agreed, -say * (reach / rms(say, layout)).float(), rtol=1e-2, atol=2e-2)
-        assert (rms(trained_delta(start, now_so_now_so), layout) < 0.1 * reach).all()
+        assert (rms(trained_delta(start, alternating), layout) < 0.1 * reach).all()
 
 
 @settings(deadline=None, max_examples=50)

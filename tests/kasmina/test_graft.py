@@ -26,11 +26,11 @@ from tests.support.models import (
     SharedNet,
     Transformer,
     TwoInputs,
-    awaken,
     call,
     grow,
     images,
     main_output,
+    perturb,
     tokens,
     vectors,
 )
@@ -269,7 +269,7 @@ class Halves(nn.Module):
         return self.head(self.relu(self.wide(self.relu(x))))
 
 
-class Odd(nn.Module):
+class InvalidOutputs(nn.Module):
     """Model with modules whose outputs are not valid for a seed."""
 
     def __init__(self) -> None:
@@ -321,10 +321,10 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
     "unknown pattern": (PlainCNN, "block*", images(3), {}, "no module named 'block"),
     "unknown in a mapping": (PlainCNN, {"a": "haed"}, images(3), {}, "Did you mean 'head'"),
     "nothing named": (PlainCNN, [], images(3), {}, "at='auto'"),
-    "not reached": (Odd, ["first", "never"], vectors(3), {}, "'never' was not called .* these did: first"),
-    "integer output": (Odd, "rank", vectors(3), {}, "'rank' returns torch.int64; a seed needs floating"),
-    "wrong ndim": (Odd, "deep", vectors(3), {}, r"'deep' returns shape \(3, 2, 2, 1, 1, 2\).*no blueprint"),
-    "no tensor": (Odd, "text", vectors(3), {}, "'text' returns a str"),
+    "not reached": (InvalidOutputs, ["first", "never"], vectors(3), {}, "'never' was not called .* these did: first"),
+    "integer output": (InvalidOutputs, "rank", vectors(3), {}, "'rank' returns torch.int64; a seed needs floating"),
+    "wrong ndim": (InvalidOutputs, "deep", vectors(3), {}, r"'deep' returns shape \(3, 2, 2, 1, 1, 2\).*no blueprint"),
+    "no tensor": (InvalidOutputs, "text", vectors(3), {}, "'text' returns a str"),
     "ambiguous dict": (DictNet, "blocks.0", vectors(3), {}, r"'blocks.0' returns a dict .* select=.*'x', 'features'"),
     "select of nothing": (DictNet, "blocks.0", vectors(3), {"blocks.0": "y"}, "not an item of the output of module"),
     "select on a tensor": (PlainCNN, "head", images(3), {"head": 0}, "'head', but it returns a tensor"),
@@ -427,7 +427,7 @@ def test_equal_rng_seeds_give_equal_seed_weights():
 # -- isolation
 
 
-class Wild(nn.Module):
+class NonFiniteSeed(nn.Module):
     """Seed whose output is inf or NaN."""
 
     def __init__(self) -> None:
@@ -451,25 +451,25 @@ def test_training_seed_does_not_affect_the_host(host: str, kind: str, operator: 
     for name in body.slots:
         slot = grow(body, name, operator=operator, stage=SeedStage.TRAINING)
         if kind == "wild":
-            slot.seed = Wild()
+            slot.seed = NonFiniteSeed()
         if kind == "dropout":
             slot.seed = nn.Sequential(nn.Dropout(0.5), slot.seed)
         body.set_slot(slot, SeedStage.TRAINING, 0.0)
 
-    def lesson(model: nn.Module) -> Tensor:
+    def loss_of(model: nn.Module) -> Tensor:
         return main_output(call(model, case.batch(4))).square().mean()
 
     dice = []
     for model in (body, clone):
         torch.manual_seed(0)
         for _ in range(3):
-            loss = lesson(model)
+            loss = loss_of(model)
             loss.backward()
             if incubation == "shadow" and model is body:
-                body.shadow_backward(lambda: lesson(body))
+                body.shadow_backward(lambda: loss_of(body))
         dice.append(torch.get_rng_state())
     assert torch.equal(*dice)
-    assert identical(lesson(body.eval()), lesson(clone.eval()))
+    assert identical(loss_of(body.eval()), loss_of(clone.eval()))
     for (name, p), q in zip(body.model.named_parameters(), clone.model.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         assert p.grad is None or torch.equal(p.grad, q.grad), name
@@ -618,11 +618,11 @@ def test_seed_of_a_shared_module_runs_at_each_call():
     assert len(calls) == 3
 
 
-def test_awaken_makes_delta_non_zero():
+def test_perturb_makes_delta_non_zero():
     body = ZOO["mlp_host"].body()
     slot = body.plant("layers.0", "lora")
     assert not slot.seed(vectors(2)).any()
-    awaken(slot)
+    perturb(slot)
     assert slot.seed(vectors(2)).any()
 
 

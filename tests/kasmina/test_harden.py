@@ -26,12 +26,12 @@ from tests.support.models import (
     PlainCNN,
     SharedNet,
     Transformer,
-    awaken,
     call,
     grow,
     grow_everywhere,
     images,
     main_output,
+    perturb,
     tokens,
     vectors,
 )
@@ -381,7 +381,7 @@ def test_hardened_model_can_be_grafted_again():
     assert close(again(tokens(4)), body(tokens(4)))
 
     slot = again.plant("blocks.0", "lora")
-    awaken(slot)
+    perturb(slot)
     again.set_slot(slot, SeedStage.FOSSILIZED, 1.0)
 
     assert close(harden(again)(tokens(4)), again(tokens(4)))

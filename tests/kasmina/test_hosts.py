@@ -17,7 +17,7 @@ from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
 from esper.tolaria.host_costs import host_macs_and_order
-from tests.support.models import awaken
+from tests.support.models import perturb
 
 KINDS = [*HOSTS, "embedding"]
 TOKENS = torch.randint(0, 31, (3, 8), generator=torch.Generator().manual_seed(0))
@@ -165,7 +165,7 @@ def test_germination_at_every_slot_keeps_the_output_bit_identical(kind):
         assert torch.equal(body(x), expected), name
     for slot in body.slots.values():
         before = body(x)
-        awaken(slot)
+        perturb(slot)
         assert not torch.equal(body(x), before), slot.name  # the seed is in the forward pass
 
 

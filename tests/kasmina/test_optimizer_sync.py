@@ -91,7 +91,7 @@ def decay_groups(body: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-class Garden:
+class DrivenBody:
     """Body, optimiser and slot table, driven by single operations."""
 
     def __init__(self, make: Callable[[Any], optim.Optimizer], params: Callable[[Body], Any] | None = None) -> None:
@@ -171,58 +171,58 @@ def same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS.keys())
 def test_other_parameters_keep_their_state_over_a_lifecycle(make):
-    garden = Garden(make)
+    driven = DrivenBody(make)
     for seed in range(2):
-        train_step(garden.body, garden.optimizer, seed)
+        train_step(driven.body, driven.optimizer, seed)
     changes: list[Callable[[], None]] = [
-        lambda: garden.grow_to(SeedStage.TRAINING, "stem", "conv_light", train=False),
-        lambda: garden.grow_to(SeedStage.HOLDING, "middle", "conv_small", train=False),
-        lambda: garden.do(Op.SET_ALPHA_TARGET, "middle", style=3),
-        lambda: garden.do(Op.FOSSILIZE, "middle"),
-        lambda: garden.do(Op.PRUNE, "stem"),
+        lambda: driven.grow_to(SeedStage.TRAINING, "stem", "conv_light", train=False),
+        lambda: driven.grow_to(SeedStage.HOLDING, "middle", "conv_small", train=False),
+        lambda: driven.do(Op.SET_ALPHA_TARGET, "middle", style=3),
+        lambda: driven.do(Op.FOSSILIZE, "middle"),
+        lambda: driven.do(Op.PRUNE, "stem"),
     ]
     for i, change in enumerate(changes):
-        before = garden.states()
+        before = driven.states()
         change()
-        garden.check()
-        for p, state in garden.optimizer.state.items():
+        driven.check()
+        for p, state in driven.optimizer.state.items():
             if p in before:
                 assert same_state(state, before[p])
-        weights = [p.detach().clone() for p in garden.body.parameters()]
-        train_step(garden.body, garden.optimizer, 10 + i)
-        assert all(torch.isfinite(p).all() for p in garden.body.parameters())
-        assert any(not torch.equal(p, w) for p, w in zip(garden.body.parameters(), weights, strict=True))
+        weights = [p.detach().clone() for p in driven.body.parameters()]
+        train_step(driven.body, driven.optimizer, 10 + i)
+        assert all(torch.isfinite(p).all() for p in driven.body.parameters())
+        assert any(not torch.equal(p, w) for p, w in zip(driven.body.parameters(), weights, strict=True))
 
 
 @pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS.keys())
 @pytest.mark.parametrize("seed", range(2))
 def test_optimiser_and_body_stay_consistent_under_random_operations(make, seed):
-    garden = Garden(make, lambda body: body.named_parameters() if seed else decay_groups(body))
+    driven = DrivenBody(make, lambda body: body.named_parameters() if seed else decay_groups(body))
     rng = np.random.default_rng(seed)
     kinds = set()
     for i in range(25):
-        before = garden.states()
-        kinds |= {e.kind for e in garden.act(random_legal_actions(garden.table, FREE, rng))}
+        before = driven.states()
+        kinds |= {e.kind for e in driven.act(random_legal_actions(driven.table, FREE, rng))}
         if rng.random() < 0.5:
-            garden.tick()
-        garden.check()
-        alive = set(garden.body.parameters())
+            driven.tick()
+        driven.check()
+        alive = set(driven.body.parameters())
         for p, state in before.items():
-            assert (p in alive) == (p in garden.optimizer.state)
-            assert p not in alive or same_state(state, garden.optimizer.state[p])
-        train_step(garden.body, garden.optimizer, i)
+            assert (p in alive) == (p in driven.optimizer.state)
+            assert p not in alive or same_state(state, driven.optimizer.state[p])
+        train_step(driven.body, driven.optimizer, i)
     assert {EffectKind.BUILD, EffectKind.DROP} <= kinds
 
 
 @pytest.mark.parametrize("groups", [lambda b: b.named_parameters(), decay_groups], ids=["named", "decay groups"])
 @pytest.mark.parametrize("load_first", [True, False], ids=["optimiser built after loading", "before"])
 def test_grown_optimiser_loads_before_or_after_the_body(groups, load_first):
-    garden = Garden(OPTIMISERS["adamw fused"], groups)
-    garden.grow_to(SeedStage.FOSSILIZED, "flat", "mlp_small")  # fossils in a different order than slots
-    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
-    garden.grow_to(SeedStage.BLENDING, "stem", "conv_light", style=3)
-    train_step(garden.body, garden.optimizer, 5)
-    saved = copy.deepcopy(garden.body.state_dict()), copy.deepcopy(garden.optimizer.state_dict())
+    driven = DrivenBody(OPTIMISERS["adamw fused"], groups)
+    driven.grow_to(SeedStage.FOSSILIZED, "flat", "mlp_small")  # fossils in a different order than slots
+    driven.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
+    driven.grow_to(SeedStage.BLENDING, "stem", "conv_light", style=3)
+    train_step(driven.body, driven.optimizer, 5)
+    saved = copy.deepcopy(driven.body.state_dict()), copy.deepcopy(driven.optimizer.state_dict())
 
     body = make_body()
     if load_first:
@@ -236,18 +236,18 @@ def test_grown_optimiser_loads_before_or_after_the_body(groups, load_first):
         optimizer_sync.reload()
     optimizer.load_state_dict(saved[1])
 
-    for (name, p), (name2, q) in zip(named(garden.body), named(body), strict=True):
+    for (name, p), (name2, q) in zip(named(driven.body), named(body), strict=True):
         assert name == name2
         assert torch.equal(p, q)
-        assert same_state(garden.optimizer.state[p], optimizer.state[q])
+        assert same_state(driven.optimizer.state[p], optimizer.state[q])
     # Growth continues after loading, which replaces the group dicts.
     other = SlotTable.empty(1, 3)
-    other.restore(garden.table)
-    for one in (garden.optimizer_sync, optimizer_sync):
+    other.restore(driven.table)
+    for one in (driven.optimizer_sync, optimizer_sync):
         one.carry_out([Effect(EffectKind.COMMIT, 0, 0)], other)
-    for one in (garden.body, body):
-        train_step(one, garden.optimizer if one is garden.body else optimizer, 6)
-    for p, q in zip(garden.body.parameters(), body.parameters(), strict=True):
+    for one in (driven.body, body):
+        train_step(one, driven.optimizer if one is driven.body else optimizer, 6)
+    for p, q in zip(driven.body.parameters(), body.parameters(), strict=True):
         assert torch.equal(p, q)
     optimized = [p for g in optimizer.param_groups for p in g["params"]]
     assert len(optimized) == len(set(optimized))
@@ -256,26 +256,26 @@ def test_grown_optimiser_loads_before_or_after_the_body(groups, load_first):
 
 
 def test_loading_a_plain_state_removes_seed_parameters():
-    garden = Garden(OPTIMISERS["adam"])
-    plain = copy.deepcopy(garden.body.state_dict())
-    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
-    garden.grow_to(SeedStage.TRAINING, "stem", "norm")
+    driven = DrivenBody(OPTIMISERS["adam"])
+    plain = copy.deepcopy(driven.body.state_dict())
+    driven.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
+    driven.grow_to(SeedStage.TRAINING, "stem", "norm")
 
     with pytest.warns(UserWarning, match="no seed in stem, middle: the seeds there are removed"):
-        garden.body.load_state_dict(plain)
-    garden.optimizer_sync.reload()
+        driven.body.load_state_dict(plain)
+    driven.optimizer_sync.reload()
 
-    garden.check()
-    assert len(garden.optimizer_sync.group["params"]) == 0
+    driven.check()
+    assert len(driven.optimizer_sync.group["params"]) == 0
 
 
 def test_parameters_of_other_models_stay_in_the_optimiser():
     other = nn.Linear(2, 2)
-    garden = Garden(OPTIMISERS["adam"], lambda body: [*body.parameters(), *other.parameters()])
-    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
-    garden.optimizer_sync.reload()
-    optimized = {p for g in garden.optimizer.param_groups for p in g["params"]}
-    assert optimized == {*garden.body.parameters(), *other.parameters()}
+    driven = DrivenBody(OPTIMISERS["adam"], lambda body: [*body.parameters(), *other.parameters()])
+    driven.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
+    driven.optimizer_sync.reload()
+    optimized = {p for g in driven.optimizer.param_groups for p in g["params"]}
+    assert optimized == {*driven.body.parameters(), *other.parameters()}
 
 
 def test_fossil_joins_the_group_of_the_preceding_module():
@@ -283,47 +283,47 @@ def test_fossil_joins_the_group_of_the_preceding_module():
         model = body.model
         return [{"params": list(m.parameters()), "lr": 0.1 * i} for i, m in enumerate(model.children(), 1)]
 
-    garden = Garden(OPTIMISERS["sgd"], layerwise)
-    garden.grow_to(SeedStage.HOLDING, "middle", "conv_light")
-    slot = garden.body.slots["middle"]
-    assert {garden.group_of(p) for p in slot.parameters()} == {4}
-    garden.do(Op.FOSSILIZE, "middle")
-    assert {garden.group_of(p) for p in slot.parameters()} == {1}
+    driven = DrivenBody(OPTIMISERS["sgd"], layerwise)
+    driven.grow_to(SeedStage.HOLDING, "middle", "conv_light")
+    slot = driven.body.slots["middle"]
+    assert {driven.group_of(p) for p in slot.parameters()} == {4}
+    driven.do(Op.FOSSILIZE, "middle")
+    assert {driven.group_of(p) for p in slot.parameters()} == {1}
 
 
 def test_fossils_join_decay_and_no_decay_groups_by_ndim():
-    garden = Garden(OPTIMISERS["adamw fused"], decay_groups)
+    driven = DrivenBody(OPTIMISERS["adamw fused"], decay_groups)
     for slot, blueprint in (("stem", "conv_light"), ("flat", "mlp_small")):
-        garden.grow_to(SeedStage.FOSSILIZED, slot, blueprint, style=3)
-        params = list(garden.body.slots[slot].parameters())
+        driven.grow_to(SeedStage.FOSSILIZED, slot, blueprint, style=3)
+        params = list(driven.body.slots[slot].parameters())
         assert {p.ndim > 1 for p in params} == {True, False}
         for p in params:
-            assert garden.optimizer.param_groups[garden.group_of(p)]["weight_decay"] == (0.1 if p.ndim > 1 else 0.0)
+            assert driven.optimizer.param_groups[driven.group_of(p)]["weight_decay"] == (0.1 if p.ndim > 1 else 0.0)
 
 
 def test_fossil_of_a_frozen_module_joins_the_nearest_group():
-    garden = Garden(OPTIMISERS["sgd"], lambda body: [{"params": list(body.model.head.parameters())}])
-    garden.grow_to(SeedStage.FOSSILIZED, "stem", "conv_light")
-    assert {garden.group_of(p) for p in garden.body.slots["stem"].parameters()} == {0}
+    driven = DrivenBody(OPTIMISERS["sgd"], lambda body: [{"params": list(body.model.head.parameters())}])
+    driven.grow_to(SeedStage.FOSSILIZED, "stem", "conv_light")
+    assert {driven.group_of(p) for p in driven.body.slots["stem"].parameters()} == {0}
 
 
 def test_fossil_joins_a_group_added_later():
-    garden = Garden(OPTIMISERS["sgd"], lambda body: list(body.model.head.parameters()))
-    garden.optimizer.add_param_group({"params": list(garden.body.model.middle.parameters()), "lr": 0.5})
-    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
-    assert {garden.group_of(p) for p in garden.body.slots["middle"].parameters()} == {2}
+    driven = DrivenBody(OPTIMISERS["sgd"], lambda body: list(body.model.head.parameters()))
+    driven.optimizer.add_param_group({"params": list(driven.body.model.middle.parameters()), "lr": 0.5})
+    driven.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
+    assert {driven.group_of(p) for p in driven.body.slots["middle"].parameters()} == {2}
 
 
 @pytest.mark.parametrize("name", ["sgd fused momentum", "sgd fused dampening", "adamw fused", "sgd dampening"])
 def test_seed_may_be_fossilised_before_the_first_step(name):
-    garden = Garden(OPTIMISERS[name])
-    clone = Garden(OPTIMISERS[name])
-    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light", train=False)
-    garden.check()
-    train_step(garden.body, garden.optimizer, 0)
+    driven = DrivenBody(OPTIMISERS[name])
+    clone = DrivenBody(OPTIMISERS[name])
+    driven.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light", train=False)
+    driven.check()
+    train_step(driven.body, driven.optimizer, 0)
     train_step(clone.body, clone.optimizer, 0)
     if "dampening" not in name:  # Δ = 0 at birth: the host's first step is unchanged
-        for p, q in zip(garden.body.model.parameters(), clone.body.model.parameters(), strict=True):
+        for p, q in zip(driven.body.model.parameters(), clone.body.model.parameters(), strict=True):
             assert torch.equal(p, q)
 
 
@@ -346,19 +346,19 @@ def test_tensor_learning_rate_is_not_shared_with_the_host():
 
 
 def test_on_change_is_called_after_each_change():
-    garden = Garden(OPTIMISERS["sgd"])
+    driven = DrivenBody(OPTIMISERS["sgd"])
     effects: list[tuple[str, str, str, int]] = []
 
-    def listen(effect: Effect, slot: Any) -> None:
-        garden.check()
+    def record_effect(effect: Effect, slot: Any) -> None:
+        driven.check()
         effects.append((effect.kind.name, slot.name, slot.stage.name, len(list(slot.parameters()))))
 
-    garden.optimizer_sync.on_change.append(listen)
-    garden.grow_to(SeedStage.HOLDING, "middle", "conv_light")
-    garden.do(Op.SET_ALPHA_TARGET, "middle", style=3)
-    garden.do(Op.FOSSILIZE, "middle")
-    garden.do(Op.GERMINATE, "stem", "norm")
-    garden.do(Op.PRUNE, "stem")
+    driven.optimizer_sync.on_change.append(record_effect)
+    driven.grow_to(SeedStage.HOLDING, "middle", "conv_light")
+    driven.do(Op.SET_ALPHA_TARGET, "middle", style=3)
+    driven.do(Op.FOSSILIZE, "middle")
+    driven.do(Op.GERMINATE, "stem", "norm")
+    driven.do(Op.PRUNE, "stem")
     assert effects == [
         ("BUILD", "middle", "GERMINATED", 3),
         ("SET_OPERATOR", "middle", "HOLDING", 7),
@@ -369,35 +369,35 @@ def test_on_change_is_called_after_each_change():
 
 
 def test_table_counts_parameters_of_frozen_seeds():
-    garden = Garden(OPTIMISERS["sgd"])
-    garden.grow_to(SeedStage.HOLDING, "middle", "conv_light")
-    count = sum(p.numel() for p in garden.body.slots["middle"].parameters())
-    assert garden.table.params[0].tolist() == [0, count, 0]
-    garden.do(Op.PRUNE, "middle", speed=1)
-    assert not any(p.requires_grad for p in garden.body.slots["middle"].parameters())
-    assert garden.table.params[0].tolist() == [0, count, 0]
+    driven = DrivenBody(OPTIMISERS["sgd"])
+    driven.grow_to(SeedStage.HOLDING, "middle", "conv_light")
+    count = sum(p.numel() for p in driven.body.slots["middle"].parameters())
+    assert driven.table.params[0].tolist() == [0, count, 0]
+    driven.do(Op.PRUNE, "middle", speed=1)
+    assert not any(p.requires_grad for p in driven.body.slots["middle"].parameters())
+    assert driven.table.params[0].tolist() == [0, count, 0]
 
 
 def test_seed_weights_are_reproducible_and_depend_on_the_serial():
     def weights(first: bool) -> torch.Tensor:
-        garden = Garden(OPTIMISERS["sgd"])
+        driven = DrivenBody(OPTIMISERS["sgd"])
         if not first:
-            garden.do(Op.GERMINATE, "stem", "conv_heavy")
+            driven.do(Op.GERMINATE, "stem", "conv_heavy")
         torch.rand(3)  # the global generator has no influence
-        garden.do(Op.GERMINATE, "middle", "conv_heavy")
-        return next(p for p in garden.body.slots["middle"].parameters() if p.ndim == 4).detach().clone()
+        driven.do(Op.GERMINATE, "middle", "conv_heavy")
+        return next(p for p in driven.body.slots["middle"].parameters() if p.ndim == 4).detach().clone()
 
     assert torch.equal(weights(True), weights(True))
     assert not torch.equal(weights(True), weights(False))
 
 
 def test_incompatible_blueprint_raises_and_changes_nothing():
-    garden = Garden(OPTIMISERS["sgd"])
-    garden.table.takes[:] = True
+    driven = DrivenBody(OPTIMISERS["sgd"])
+    driven.table.takes[:] = True
     with pytest.raises(BlueprintError, match="'lora'"):
-        garden.do(Op.GERMINATE, "middle", "lora")
-    assert garden.body.slots["middle"].seed is None
-    assert garden.optimizer_sync.group["params"] == []
+        driven.do(Op.GERMINATE, "middle", "lora")
+    assert driven.body.slots["middle"].seed is None
+    assert driven.optimizer_sync.group["params"] == []
 
 
 # -- schedulers
@@ -431,24 +431,24 @@ CYCLED = ("lr", "momentum", "betas")
 
 def trajectory(make: Callable[[Any], optim.Optimizer], schedule: Callable[[Any], Any], grows: bool) -> list[Any]:
     """Return each group's settings over twelve epochs. With `grows`, one seed is fossilised and one pruned."""
-    garden = Garden(make, decay_groups)
+    driven = DrivenBody(make, decay_groups)
     if not grows:
-        garden.body, garden.optimizer = make_body(), make(decay_groups(make_body()))
-    scheduler = schedule(garden.optimizer)
+        driven.body, driven.optimizer = make_body(), make(decay_groups(make_body()))
+    scheduler = schedule(driven.optimizer)
     history = []
     for epoch in range(12):
         if grows and epoch == 2:
-            garden.grow_to(SeedStage.HOLDING, "middle", "conv_light", train=False)
+            driven.grow_to(SeedStage.HOLDING, "middle", "conv_light", train=False)
         if grows and epoch == 4:
-            garden.do(Op.FOSSILIZE, "middle")
-            garden.do(Op.GERMINATE, "stem", "norm")
+            driven.do(Op.FOSSILIZE, "middle")
+            driven.do(Op.GERMINATE, "stem", "norm")
         if grows and epoch == 7:
-            garden.do(Op.PRUNE, "stem")
+            driven.do(Op.PRUNE, "stem")
         if grows:
-            train_step(garden.body, garden.optimizer, epoch)
+            train_step(driven.body, driven.optimizer, epoch)
         else:
-            garden.optimizer.step()
-        history.append([tuple(g[k] for k in CYCLED if k in g) for g in garden.optimizer.param_groups])
+            driven.optimizer.step()
+        history.append([tuple(g[k] for k in CYCLED if k in g) for g in driven.optimizer.param_groups])
         scheduler.step(*([1.0] if isinstance(scheduler, sched.ReduceLROnPlateau) else []))
     return history
 
@@ -528,9 +528,9 @@ def test_unsupported_optimiser_is_rejected_unchanged(make, text):
 
 
 def test_two_growers_on_one_optimiser_are_rejected():
-    garden = Garden(OPTIMISERS["sgd"])
+    driven = DrivenBody(OPTIMISERS["sgd"])
     with pytest.raises(OptimizerError, match="one optimiser serves one grower"):
-        OptimizerSync(garden.body, garden.optimizer)
+        OptimizerSync(driven.body, driven.optimizer)
 
 
 def test_wrapped_body_is_rejected_with_a_fix():

@@ -118,7 +118,7 @@ def test_recurrent_state_has_vector_layout_and_forks_on_axis_1(layers):
     assert body.forking.points == {"lstm": (False, "lstm")}
 
 
-def test_slot_that_cannot_fork_names_the_batch_axis_and_the_way_out():
+def test_slot_that_cannot_fork_names_the_batch_axis_and_a_remedy():
     """Inputs are [T, B, D]: the probe counts samples on axis 0, so no fork point is found."""
     body = graft(LastState(batch_first=False), "lstm", probe=torch.randn(5, 7, 4), select={"lstm": (1, 0)})
     assert body.forking.points == {"lstm": None}
@@ -212,7 +212,7 @@ def test_probing_keeps_gradients_and_rng_state():
 # -- errors of the user's model are not handled as fork errors
 
 
-class Picky(nn.Module):
+class RaisesOnLargeInput(nn.Module):
     """Model that raises on inputs above 100, and on batches larger than `at_once` if set."""
 
     def __init__(self, *, at_once: int | None = None) -> None:
@@ -235,7 +235,7 @@ def two_configurations(model: nn.Module) -> esper.Body:
 
 
 def test_model_error_is_raised_and_forking_stays_enabled():
-    body = two_configurations(Picky())
+    body = two_configurations(RaisesOnLargeInput())
     assert body.forking.points["first"] is not None
     with pytest.raises(ValueError, match="out of range"):
         evaluate(body, [(torch.full((5, 4), 1000.0), torch.zeros(5))], lambda out, _: out[:, 0])
@@ -246,7 +246,7 @@ def test_model_error_is_raised_and_forking_stays_enabled():
 
 
 def test_seed_error_is_raised():
-    body = two_configurations(Picky())
+    body = two_configurations(RaisesOnLargeInput())
     body.slots["first"].seed = nn.Linear(7, 7)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, _: out[:, 0])
@@ -254,7 +254,7 @@ def test_seed_error_is_raised():
 
 
 def test_fork_error_falls_back_to_one_by_one_evaluation():
-    body = two_configurations(Picky(at_once=6))
+    body = two_configurations(RaisesOnLargeInput(at_once=6))
     with pytest.warns(UserWarning, match="one by one.*too many samples at once"):
         result = evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, _: out[:, 0])
     assert result.scores.shape == (2, 5)

@@ -317,7 +317,7 @@ def test_slot_pruned_by_ramp_at_step_u_is_dormant_after_step_u_plus_7():
     assert labels == [Stage.PRUNED, *[Stage.EMBARGOED] * 5, Stage.RESETTING, Stage.DORMANT]
 
 
-def test_fossil_allows_wait_only_and_is_not_expelled():
+def test_fossil_allows_wait_only_and_is_not_removed():
     table = grown(Stage.FOSSILIZED)
     assert legal(table, QUICK)[0, :, 0].nonzero()[0].tolist() == [Op.WAIT]
     before = table.clone()

@@ -46,7 +46,7 @@ class Step:
     outcome: Outcome
 
 
-def life(rules: Rules, seed: int, *, slots: int = 3, steps: int = 20) -> Iterator[Step]:
+def random_steps(rules: Rules, seed: int, *, slots: int = 3, steps: int = 20) -> Iterator[Step]:
     """Yield random steps under these rules from random states. Half of the actions are legal."""
     rng = np.random.default_rng(seed)
     table = reached(slots).rows(rng.integers(0, 512, 32))
@@ -85,7 +85,7 @@ def is_one_of(stage: np.ndarray, *stages: SeedStage) -> np.ndarray:
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_only_listed_transitions_occur(rules, seed):
-    for step in life(rules, seed):
+    for step in random_steps(rules, seed):
         assert_listed_after_action(step.before, step.applied, rules)
         assert LISTED[step.applied.stage, step.ticked.stage].all()
 
@@ -93,7 +93,7 @@ def test_only_listed_transitions_occur(rules, seed):
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_illegal_action_changes_only_last_op(rules, seed):
-    for step in life(rules, seed):
+    for step in random_steps(rules, seed):
         illegal = np.nonzero(~step.outcome.happened)[0]
         changed = step.applied.rows(illegal).diff(step.before.rows(illegal))
         assert set(changed) <= {"last_op"}
@@ -104,7 +104,7 @@ def test_illegal_action_changes_only_last_op(rules, seed):
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_action_changes_only_its_slot(rules, seed):
-    for step in life(rules, seed, steps=5):
+    for step in random_steps(rules, seed, steps=5):
         chosen_slot = np.where(step.outcome.happened, step.actions[:, Head.SLOT], 0)
         elsewhere = np.arange(step.before.num_slots) != chosen_slot[:, None]
         for name, changed in step.applied.diff(step.before).items():
@@ -115,7 +115,7 @@ def test_action_changes_only_its_slot(rules, seed):
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_fossils_keep_stage_alpha_and_serial(rules, seed):
-    for step in life(rules, seed):
+    for step in random_steps(rules, seed):
         fossil = step.before.stage == Stage.FOSSILIZED
         assert (step.ticked.stage[fossil] == Stage.FOSSILIZED).all()
         assert (step.ticked.alpha[fossil] == 1.0).all()
@@ -125,7 +125,7 @@ def test_fossils_keep_stage_alpha_and_serial(rules, seed):
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_cooldown_decreases_by_one_per_tick(rules, seed):
-    for step in life(rules, seed):
+    for step in random_steps(rules, seed):
         cooling = is_one_of(step.applied.stage, *COOLING)
         assert ((step.applied.cooldown > 0) == cooling).all()
         ticks_left = step.applied.cooldown[cooling] - 1
@@ -198,7 +198,7 @@ def test_wait_is_always_legal(rules, seed):
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_moving_seed_is_never_pruned_or_retargeted(rules, seed):
-    for step in life(rules, seed, steps=8):
+    for step in random_steps(rules, seed, steps=8):
         may, moving = legal(step.before, rules), step.before.moving
         assert not may[:, [Op.PRUNE, Op.SET_ALPHA_TARGET]][np.broadcast_to(moving[:, None], (32, 2, 3))].any()
 
@@ -206,7 +206,7 @@ def test_moving_seed_is_never_pruned_or_retargeted(rules, seed):
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_one_at_a_time_blocks_germination_during_cooldown(rules, seed):
-    for step in life(rules, seed, steps=8):
+    for step in random_steps(rules, seed, steps=8):
         cooling = is_one_of(step.before.stage, *COOLING).any(axis=1)
         may = legal(step.before, rules)[:, Op.GERMINATE].any(axis=1)
         assert not (rules.one_at_a_time and (may & cooling).any())
@@ -218,7 +218,7 @@ def test_one_at_a_time_blocks_germination_during_cooldown(rules, seed):
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_alpha_is_in_unit_range_and_zero_unless_blended(rules, seed):
-    for step in life(rules, seed):
+    for step in random_steps(rules, seed):
         for table in (step.applied, step.ticked):
             assert ((table.alpha >= 0) & (table.alpha <= 1)).all()
             is_active = is_one_of(table.stage, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
@@ -229,7 +229,7 @@ def test_alpha_is_in_unit_range_and_zero_unless_blended(rules, seed):
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_alpha_is_monotone_in_a_ramp_and_ends_on_target(rules, seed):
-    for step in life(rules, seed):
+    for step in random_steps(rules, seed):
         start, end = step.applied, step.ticked
         moving = start.moving
         up = start.alpha_to > start.alpha_from
@@ -244,7 +244,7 @@ def test_alpha_is_monotone_in_a_ramp_and_ends_on_target(rules, seed):
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
 def test_frozen_holds_exactly_while_alpha_ramps_down(rules, seed):
-    for step in life(rules, seed):
+    for step in random_steps(rules, seed):
         for table in (step.applied, step.ticked):
             assert (table.frozen <= table.moving).all()
             assert (table.frozen == (table.moving & (table.alpha_to < table.alpha_from))).all()
@@ -330,7 +330,7 @@ sensible = st.tuples(
 values = st.sampled_from([float("nan"), -0.1, 0.0, 0.01, 0.5, 0.9, 1.0])
 
 
-class AnyLife(RuleBasedStateMachine):
+class LifecycleMachine(RuleBasedStateMachine):
     """One environment of three slots under arbitrary actions."""
 
     @initialize(rules=any_rules)
@@ -352,7 +352,7 @@ class AnyLife(RuleBasedStateMachine):
         assert_listed_after_action(before, self.table, self.rules)
 
     @rule(action=st.lists(anything, min_size=NUM_HEADS, max_size=NUM_HEADS))
-    def act_blindly(self, action):
+    def apply_any_action(self, action):
         before = self.table.clone()
         if not apply(self.table, np.array([action]), self.rules).happened[0]:
             assert set(self.table.diff(before)) <= {"last_op"}
@@ -396,5 +396,5 @@ class AnyLife(RuleBasedStateMachine):
         assert table.serial.max() < table.next_serial[0]
 
 
-AnyLife.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-test_any_life_obeys_the_laws = AnyLife.TestCase
+LifecycleMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+test_any_lifecycle_satisfies_the_invariants = LifecycleMachine.TestCase

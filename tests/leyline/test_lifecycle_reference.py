@@ -25,7 +25,7 @@ def assert_same(ours: SlotTable, theirs: SlotTable) -> None:
             np.testing.assert_array_equal(mine, other, err_msg=name)
 
 
-def harder(table: SlotTable, rng: np.random.Generator) -> None:
+def add_edge_cases(table: SlotTable, rng: np.random.Generator) -> None:
     """Modify a table in place: disabled slots, few blueprints, missing and borderline measurements."""
     table.enabled[:] = (rng.random(table.stage.shape) < 0.9) | (table.stage != SeedStage.DORMANT)
     table.takes[:, 1:] = rng.random(table.takes[:, 1:].shape) < rng.choice([0.05, 0.9])
@@ -46,10 +46,10 @@ def effects_of(effects: list[lifecycle.Effect], env: int) -> set[tuple[str, int]
 def test_legal_gates_apply_and_tick_match_the_scalar_reference(slots, rules, seed):
     rng = np.random.default_rng(seed)
     table = reached(slots).rows(rng.integers(0, 512, 24))
-    harder(table, rng)
+    add_edge_cases(table, rng)
     for _ in range(3):
         envs = reference.read(table)
-        agree_on_what_may_happen(table, envs, rules)
+        assert_same_legality(table, envs, rules)
 
         actions = mixed_actions(table, rules, rng)
         expected = table.clone()
@@ -69,7 +69,7 @@ def test_legal_gates_apply_and_tick_match_the_scalar_reference(slots, rules, see
         random_measurements(table, rng)
 
 
-def agree_on_what_may_happen(table: SlotTable, envs: list[reference.Env], rules: Rules) -> None:
+def assert_same_legality(table: SlotTable, envs: list[reference.Env], rules: Rules) -> None:
     open_gate, failed = open_gates(table, rules.thresholds), failed_checks(table, rules.thresholds)
     may = lifecycle.legal(table, rules)
     for e, env in enumerate(envs):

@@ -1,6 +1,6 @@
 import pytest
 
-from esper.leyline.text import LONGEST, cut, escape, not_installed, printable
+from esper.leyline.text import LONGEST, cut, escape, html_table, not_installed, printable
 
 ACTING = {
     "escape": "\x1b", "bell": "\x07", "line end": "\n", "return": "\r", "delete": "\x7f", "C1": "\x9b",
@@ -25,6 +25,13 @@ def test_printable_text_is_kept_and_length_is_bounded():
     assert printable("x" * 10**4, None) == "x" * 10**4
     assert cut("abcdef", 2) == "ab… (4 more characters)"
     assert escape("<a\x1b>") == "&lt;a\\x1b&gt;"
+
+
+def test_texts_of_html_tables_are_escaped():
+    html = html_table("<b>", ["<i>"], [["<script>"]], note="a & b")
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "a &amp; b" in html
 
 
 def test_missing_packages_are_named_in_singular_and_plural():

@@ -25,7 +25,7 @@ from esper.nissa.record import Record, line
 from esper.nissa.recorder import END_S, record
 from esper.nissa.run import read_manifest
 from esper.nissa.sink_worker import BACK_OFF_S
-from tests.support.run_outcomes import TINY, finished, heed_signals, wait_for_life
+from tests.support.run_outcomes import TINY, finished, restore_signal_handling, wait_for_first_write
 
 PATIENCE = 60.0
 
@@ -42,10 +42,10 @@ def wait_until(done) -> None:
 
 
 class Disk:
-    """A fake disk: `os.write` and `os.fsync` of the journal's segments fail or hang until `mend`."""
+    """A fake disk: `os.write` and `os.fsync` of the journal's segments fail or hang until `repair`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_mended, self.failures = threading.Event(), 0
+        self.is_repaired, self.failures = threading.Event(), 0
         self.free_bytes = 500  # bytes that the full disk still accepts
         self._write, self._fsync, self._patch = os.write, os.fsync, monkeypatch
 
@@ -56,13 +56,13 @@ class Disk:
         self._patch.setattr(os, "fsync", self.fsync)
 
     def hang_fsync(self) -> None:
-        self._patch.setattr(os, "fsync", self.hang)
+        self._patch.setattr(os, "fsync", self.block_fsync)
 
-    def mend(self) -> None:
-        self.is_mended.set()
+    def repair(self) -> None:
+        self.is_repaired.set()
 
     def write(self, fd, data):
-        if self.is_mended.is_set() or ".jsonl" not in os.readlink(f"/proc/self/fd/{fd}"):
+        if self.is_repaired.is_set() or ".jsonl" not in os.readlink(f"/proc/self/fd/{fd}"):
             return self._write(fd, data)
         size = min(self.free_bytes, len(data))
         if not size:
@@ -72,14 +72,14 @@ class Disk:
         return self._write(fd, bytes(data)[:size])
 
     def fsync(self, fd):
-        if not self.is_mended.is_set() and ".jsonl" in os.readlink(f"/proc/self/fd/{fd}"):
+        if not self.is_repaired.is_set() and ".jsonl" in os.readlink(f"/proc/self/fd/{fd}"):
             self.failures += 1
             raise OSError(errno.EIO, "Input/output error")
         self._fsync(fd)
 
-    def hang(self, fd):
+    def block_fsync(self, fd):
         if ".jsonl" in os.readlink(f"/proc/self/fd/{fd}"):
-            self.is_mended.wait(PATIENCE)
+            self.is_repaired.wait(PATIENCE)
         self._fsync(fd)
 
 
@@ -87,7 +87,7 @@ class Disk:
 def disk(monkeypatch):
     small_disk = Disk(monkeypatch)
     yield small_disk
-    small_disk.mend()
+    small_disk.repair()
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -113,7 +113,7 @@ def test_journal_is_suspended_and_recovers_without_loss(tmp_path, disk, trouble,
     wait_until(lambda: hub.health()["sinks"]["JsonlSink"]["suspended"])
     wait_until(lambda: disk.failures > 4 or trouble == "hang_fsync")
     assert not hub.health()["sinks"]["JsonlSink"]["retired"]
-    disk.mend()
+    disk.repair()
     for step in range(300, 400):
         hub.emit(event(step))
     assert hub.flush(PATIENCE)
@@ -141,7 +141,7 @@ def test_callers_wait_while_the_disk_is_full_and_memory_is_bounded(tmp_path, dis
     wait_until(lambda: hub.health()["waits"] > 0 and disk.failures > 3)
     assert not done.is_set()
     assert hub.health()["queued"] <= 64 + 4  # and the hub's own reports
-    disk.mend()
+    disk.repair()
     assert done.wait(PATIENCE)
     hub.close()
     assert steps_of(tmp_path) == list(range(1_000))
@@ -157,7 +157,7 @@ def test_retries_on_a_full_disk_become_rarer(tmp_path, disk):
     pauses = disk.failures - 1
     first, longest = BACK_OFF_S
     assert time.monotonic() - start >= sum(min(longest, first * 2.0**i) for i in range(pauses))
-    disk.mend()
+    disk.repair()
     hub.close()
     assert steps_of(tmp_path) == list(range(100))
 
@@ -234,7 +234,7 @@ def test_replaced_gauges_are_not_counted_as_missing(tmp_path, disk):
     hub = NissaHub([JsonlSink(tmp_path / "events")], capacity=8)
     for calls in range(50):
         hub.emit(PhaseProfile(phase="train", wall_ms=1.0, cpu_ms=1.0, calls=calls))
-    disk.mend()
+    disk.repair()
     hub.close()
     assert hub.health()["coalesced"] > 0
     damage = Damage()
@@ -422,9 +422,9 @@ def test_train_exits_with_code_1_on_a_file_system_that_stays_full(small_file_sys
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=heed_signals,
+        preexec_fn=restore_signal_handling,
     )
-    wait_for_life(run, process, begun=False)
+    wait_for_first_write(run, process, begun=False)
     (run / "report.html").mkdir()
     fill(small_file_system / "ballast")
     output = finished(process, code=1)

@@ -16,7 +16,7 @@ from esper.leyline.events import GovernorAlarm, Gradient, Health, Level, PhasePr
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import read
 from esper.nissa.journal_writer import JsonlSink
-from tests.support.journal_checks import holes
+from tests.support.journal_checks import missing_seqs
 
 PATIENCE = 60.0  # for waits that end by themselves: only a failing test reaches it
 
@@ -118,14 +118,14 @@ def test_events_arrive_in_order_numbered_and_from_another_thread():
 def test_caller_does_not_format_encode_or_write():
     me = threading.current_thread()
 
-    class Loud(str):
+    class TextOfAnotherThread(str):
         def __str__(self):
             assert threading.current_thread() is not me
             return super().__str__()
 
     sink = ListSink()
     with NissaHub([sink]) as hub:
-        hub.emit(RunFinished(status=Loud("finished"), wall_s=1.0, env_steps=1))
+        hub.emit(RunFinished(status=TextOfAnotherThread("finished"), wall_s=1.0, env_steps=1))
         hub.emit(keep(np.float32(1)))  # cannot be encoded: a caller that only enqueues does not notice
         assert hub.flush()
     assert me not in sink.threads
@@ -142,7 +142,7 @@ def test_burst_beside_slow_raising_and_hanging_sinks_loses_nothing(tmp_path):
     entries = list(read(tmp_path))
     journal = [entry.data["step"] for entry in entries if entry.kind == "governor"]
     assert journal == list(range(5_000)) == [event.step for event in slow.of(GovernorAlarm)]
-    assert not holes(entries)
+    assert not missing_seqs(entries)
     assert slow.seqs == [entry.seq for entry in entries]
 
     health = hub.health()
@@ -279,7 +279,7 @@ def test_gauge_is_replaced_only_for_the_sink_that_lags():
     assert (sinks["ListSink"]["coalesced"], sinks["GatedSink"]["coalesced"]) == (0, 25)
 
 
-def kept_by_the_plain_rule(events, half):
+def coalesced_reference(events, half):
     """Return which of the events are delivered if no sink takes any meanwhile."""
     queue, newest = [], {}
     for event in events:
@@ -302,7 +302,7 @@ def test_coalescing_equals_the_reference(phases, half):
         hub.emit(event)
     sink.gate.set()
     hub.close()
-    assert [record.event for record in sink.records[1:-1]] == kept_by_the_plain_rule(events, half)
+    assert [record.event for record in sink.records[1:-1]] == coalesced_reference(events, half)
 
 
 @settings(max_examples=15, deadline=None)
@@ -341,7 +341,7 @@ def test_guarantees_hold_for_any_schedule(schedules, capacity):
 
 
 def test_transient_failure_loses_nothing():
-    class Flaky(ListSink):
+    class FlakySink(ListSink):
         tries = 0
 
         def write(self, records):
@@ -350,12 +350,12 @@ def test_transient_failure_loses_nothing():
                 raise OSError("try again")
             super().write(records)
 
-    with NissaHub([sink := Flaky()]) as hub:
+    with NissaHub([sink := FlakySink()]) as hub:
         for step in range(100):
             hub.emit(keep(step))
     assert [event.step for event in sink.of(GovernorAlarm)] == list(range(100))
-    assert hub.health()["sinks"]["Flaky"]["failures"] == sink.tries * 2 // 3
-    assert not hub.health()["sinks"]["Flaky"]["retired"]
+    assert hub.health()["sinks"]["FlakySink"]["failures"] == sink.tries * 2 // 3
+    assert not hub.health()["sinks"]["FlakySink"]["retired"]
 
 
 def test_hanging_sink_is_retired_and_no_longer_waited_for():
@@ -374,16 +374,16 @@ def test_hanging_sink_is_retired_and_no_longer_waited_for():
 
 
 def test_slow_sink_is_not_treated_as_hung():
-    class Sluggish(ListSink):
+    class SleepingSink(ListSink):
         def write(self, records):
             time.sleep(0.02 * len(records))  # 0.3 s at most per call, 2 s together
             super().write(records)
 
-    with NissaHub([sink := Sluggish()], hang_s=1.0) as hub:
+    with NissaHub([sink := SleepingSink()], hang_s=1.0) as hub:
         for step in range(100):
             hub.emit(keep(step))
     assert len(sink.of(GovernorAlarm)) == 100
-    assert not hub.health()["sinks"]["Sluggish"]["retired"]
+    assert not hub.health()["sinks"]["SleepingSink"]["retired"]
 
 
 def test_retiring_the_last_sink_is_logged(caplog):
@@ -395,15 +395,15 @@ def test_retiring_the_last_sink_is_logged(caplog):
 
 
 def test_sink_that_fails_to_close_affects_no_other():
-    class Stubborn(ListSink):
+    class RaisingAtCloseSink(ListSink):
         def close(self):
             raise OSError("still busy")
 
-    with NissaHub([stubborn := Stubborn(), other := ListSink()]) as hub:
+    with NissaHub([failing := RaisingAtCloseSink(), other := ListSink()]) as hub:
         hub.emit(keep(0))
-    assert stubborn.seqs == other.seqs == [0, 1]
+    assert failing.seqs == other.seqs == [0, 1]
     assert other.closed == 1
-    assert "still busy" in hub.health()["sinks"]["Stubborn"]["retired"]
+    assert "still busy" in hub.health()["sinks"]["RaisingAtCloseSink"]["retired"]
 
 
 # Events that cannot be written ----------------------------------------------------------------------------------
@@ -470,15 +470,15 @@ def test_flush_returns_false_on_timeout():
 
 
 def test_flush_is_false_once_a_durable_sink_is_retired():
-    class Broken(DurableSink):
+    class RaisingAtFlushSink(DurableSink):
         def flush(self):
             raise OSError("no such device")
 
-    with NissaHub([Broken(), ListSink()]) as hub:
+    with NissaHub([RaisingAtFlushSink(), ListSink()]) as hub:
         hub.emit(keep(0))
         assert not hub.flush()
         assert not hub.flush()
-    assert "no such device" in hub.health()["sinks"]["Broken"]["retired"]
+    assert "no such device" in hub.health()["sinks"]["RaisingAtFlushSink"]["retired"]
 
 
 def test_flush_without_events_or_sinks_is_true():
@@ -576,20 +576,20 @@ def test_hub_is_disabled_in_a_forked_child(tmp_path):
 
 
 def test_lost_journal_is_reported_to_the_user_despite_other_sinks(caplog):
-    class Full:
+    class FullDiskSink:
         def write(self, _records):
             raise OSError(28, "No space left on device")
 
         def flush(self): ...
         def close(self): ...
 
-    class Listens:
+    class DiscardingSink:
         def write(self, records): ...
         def close(self): ...
 
-    with NissaHub([Full(), Listens()]) as hub:
+    with NissaHub([FullDiskSink(), DiscardingSink()]) as hub:
         hub.emit(RunFinished(status="finished", wall_s=1.0, env_steps=1))
         assert not hub.flush(0.3)
         hub.close(0.3)
-    assert "sink Full was retired" in caplog.text
+    assert "sink FullDiskSink was retired" in caplog.text
     assert "No space left" in caplog.text

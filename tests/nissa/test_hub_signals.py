@@ -11,8 +11,8 @@ import pytest
 
 from esper.nissa.hub import TICK_S
 from esper.nissa.journal_reader import read
-from tests.support.journal_checks import holes
-from tests.support.run_outcomes import heed_signals
+from tests.support.journal_checks import missing_seqs
+from tests.support.run_outcomes import restore_signal_handling
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
@@ -24,7 +24,7 @@ from esper.nissa.hub import NissaHub
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.signals import terminable
 
-class Slow:
+class SlowSink:
     def write(self, records): time.sleep(0.002 * len(records))
     def close(self): pass
 
@@ -50,7 +50,7 @@ def start(tmp_path, script):
     code = PRELUDE + textwrap.dedent(script)
     command = [sys.executable, "-c", code, str(tmp_path)]
     pipe = subprocess.PIPE
-    started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_signals))
+    started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=restore_signal_handling))
     return started[-1]
 
 
@@ -60,7 +60,7 @@ def wait_for_word(process, word="ready"):
 
 def steps(tmp_path):
     entries = list(read(tmp_path))
-    assert not holes(entries)
+    assert not missing_seqs(entries)
     return [entry.data["step"] for entry in entries if entry.kind == "governor"]
 
 
@@ -72,7 +72,7 @@ def test_normal_exit_closes_an_open_hub(tmp_path):
     process = start(
         tmp_path,
         """
-        hub = NissaHub([journal, Slow()])
+        hub = NissaHub([journal, SlowSink()])
         for step in range(200):
             hub.emit(keep(step))
         """,
@@ -128,7 +128,7 @@ def test_sigterm_loses_nothing(tmp_path):
 def test_closing_the_hub_in_a_signal_handler_does_not_deadlock(tmp_path, capacity):
     """The handler interrupts `emit`, possibly blocked at a full queue: it must not wait for the interrupted caller."""
     script = f"""
-    hub = NissaHub([journal, Slow()], capacity={capacity})
+    hub = NissaHub([journal, SlowSink()], capacity={capacity})
 
     def close(number, frame):
         hub.close(0.5)

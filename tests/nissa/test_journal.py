@@ -28,7 +28,7 @@ from esper.nissa.journal_reader import (
 )
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record, line, sealed
-from tests.support.journal_checks import holes, next_seq
+from tests.support.journal_checks import missing_seqs, next_seq
 
 
 @pytest.fixture(autouse=True)
@@ -302,7 +302,7 @@ def test_temporarily_full_disk_loses_nothing_when_the_batch_is_retried(tmp_path,
         assert damage == Damage()
 
 
-def test_abandoned_batch_tears_no_later_line(tmp_path, monkeypatch):
+def test_abandoned_batch_damages_no_later_line(tmp_path, monkeypatch):
     for free_bytes in range(1, 120):
         run_dir = tmp_path / f"free_bytes {free_bytes}"
         sink = JsonlSink(run_dir / "events")
@@ -382,7 +382,7 @@ def test_flipped_byte_raises_nothing_and_alters_no_other_line(tmp_path_factory, 
         if index - position not in hit:
             assert after.count(entry) == 1, (entry, after)
     assert len(after) <= len(before)
-    holes(after), next_seq(run_dir), head(run_dir), tail(run_dir)
+    missing_seqs(after), next_seq(run_dir), head(run_dir), tail(run_dir)
 
 
 @given(garbage=st.binary(max_size=300), at=st.integers(0, 10_000))
@@ -456,7 +456,7 @@ def test_entries_lost_at_first_are_taken_from_the_repetition(tmp_path):
     damage = Damage()
     assert sorted(seqs_of(tmp_path, damage)) == list(range(9))
     assert damage == Damage(duplicates=4)
-    assert holes(read(tmp_path)) == {}
+    assert missing_seqs(read(tmp_path)) == {}
 
 
 def test_number_ahead_of_the_next_line_is_damage_and_reserves_nothing(tmp_path):
@@ -469,7 +469,7 @@ def test_number_ahead_of_the_next_line_is_damage_and_reserves_nothing(tmp_path):
 
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_holes_are_the_missing_numbers_below_the_highest(seqs):
-    gaps = holes(Entry(seq, 0.0, 7, "step", {}) for seq in seqs)
+    gaps = missing_seqs(Entry(seq, 0.0, 7, "step", {}) for seq in seqs)
     missing = sorted(set(range(max(seqs, default=-1) + 1)) - set(seqs))
     assert [seq for each in gaps.get(7, []) for seq in each] == missing
     assert all(each for each in gaps.get(7, []))
@@ -480,7 +480,7 @@ def test_holes_are_reported_per_rank(tmp_path):
     write(tmp_path, [0, 1, 4, 5], rank=0)
     write(tmp_path, range(3), rank=1)
     write(tmp_path, [2, 9], rank=2)
-    assert holes(read(tmp_path)) == {0: [range(2, 4)], 2: [range(2), range(3, 9)]}
+    assert missing_seqs(read(tmp_path)) == {0: [range(2, 4)], 2: [range(2), range(3, 9)]}
 
 
 # Following ----------------------------------------------------------------------------------------------------------

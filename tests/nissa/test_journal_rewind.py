@@ -16,7 +16,7 @@ from esper.leyline.events import PhaseProfile
 from esper.nissa.journal_reader import Damage, Follower, decoded_entries, read, segment_name, segments
 from esper.nissa.journal_writer import JsonlSink, rewind
 from esper.nissa.record import Record, line
-from tests.support.journal_checks import holes, next_seq
+from tests.support.journal_checks import missing_seqs, next_seq
 
 SYSTEM = {name: getattr(os, name) for name in ("open", "write", "fsync", "replace", "unlink")}
 
@@ -143,7 +143,7 @@ def test_killed_and_resumed_run_keeps_each_lower_number_once(tmp_path_factory, s
     assert list(read(run_dir)) == [entry for entry in before if entry.rank == 1 or entry.seq < limit]
     assert next_seq(run_dir) == limit
     assert next_seq(run_dir, 1) == at
-    assert holes(read(run_dir)) == {}
+    assert missing_seqs(read(run_dir)) == {}
     write(run_dir, range(limit, at + 3), segment_bytes=segment_bytes)
     assert seqs_of(run_dir) == list(range(at + 3))
 
@@ -152,7 +152,7 @@ def test_holes_below_stay_and_holes_above_are_removed(tmp_path):
     write(tmp_path, [0, 1, 3, 4, 8, 9])
     rewind(tmp_path, 0, 8)
     assert seqs_of(tmp_path) == [0, 1, 3, 4]
-    assert holes(read(tmp_path)) == {0: [range(2, 3)]}
+    assert missing_seqs(read(tmp_path)) == {0: [range(2, 3)]}
     assert next_seq(tmp_path) == 5
 
 

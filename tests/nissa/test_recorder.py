@@ -29,11 +29,11 @@ from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.tasks import get_task
 from tests.support.command_line import ESPER, esper, esper_in_process
-from tests.support.journal_checks import holes
-from tests.support.run_outcomes import heed_signals
+from tests.support.journal_checks import missing_seqs
+from tests.support.run_outcomes import restore_signal_handling
 
 
-class Raises:
+class RaisingSink:
     def write(self, _records):
         raise RuntimeError("full")
 
@@ -41,7 +41,7 @@ class Raises:
         pass
 
 
-class Hangs:
+class HangingSink:
     def __init__(self):
         self.let_go = threading.Event()
 
@@ -52,7 +52,7 @@ class Hangs:
         self.let_go.set()
 
 
-class Keeps:
+class KindsSink:
     def __init__(self):
         self.kinds = set()
 
@@ -87,22 +87,22 @@ def trained(hub, level=Level.NORMAL) -> str:
 def test_recording_never_changes_what_is_learnt():
     alone = trained(NullReceiver())
     for level in Level:
-        keeps = Keeps()
-        with NissaHub([keeps], level=level, strict=True) as hub:
+        sink = KindsSink()
+        with NissaHub([sink], level=level, strict=True) as hub:
             assert trained(hub, level) == alone, level
-        assert ("Step" in keeps.kinds) == (level >= Level.NORMAL)
-    with NissaHub([Raises()], strict=True) as hub:
+        assert ("Step" in sink.kinds) == (level >= Level.NORMAL)
+    with NissaHub([RaisingSink()], strict=True) as hub:
         assert trained(hub) == alone
-    hangs = Hangs()
-    hub = NissaHub([hangs, Keeps()], hang_s=0.2, strict=True)
+    hanging = HangingSink()
+    hub = NissaHub([hanging, KindsSink()], hang_s=0.2, strict=True)
     try:
         assert trained(hub) == alone
         deadline = time.monotonic() + 30
-        while not hub.health()["sinks"]["Hangs"]["retired"]:  # noticed by whoever looks, a moment after hang_s
+        while not hub.health()["sinks"]["HangingSink"]["retired"]:  # noticed by whoever looks, a moment after hang_s
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
-        hangs.let_go.set()
+        hanging.let_go.set()
         hub.close()
 
 
@@ -144,7 +144,7 @@ def test_finished_run_is_recorded_in_manifest_and_journal(tmp_path):
     entries = list(read(run.path))
     assert [e.kind for e in entries[-2:]] == ["run_finished", "health"]
     assert entries[-2].data["status"] == "finished"
-    assert not any(holes(entries).values())
+    assert not any(missing_seqs(entries).values())
     assert len(entries) == 102
 
 
@@ -152,13 +152,13 @@ def test_finished_run_is_recorded_in_manifest_and_journal(tmp_path):
     ("error", "status"), [(ValueError("no"), "failed"), (KeyboardInterrupt(), "interrupted"), (SystemExit(3), "failed")]
 )
 def test_failed_run_records_its_error(tmp_path, error, status):
-    def breaks() -> None:
+    def raise_in_run() -> None:
         with record("mine", out=tmp_path / "run") as run:
             run.emit(step(0))
             raise error
 
     with pytest.raises(type(error)):
-        breaks()
+        raise_in_run()
     assert read_manifest(tmp_path / "run")["status"] == status
     (finished,) = [e for e in read(tmp_path / "run") if e.kind == "run_finished"]
     assert finished.data["status"] == status
@@ -169,7 +169,7 @@ def start_growing(place: Path) -> tuple[subprocess.Popen, Path]:
     command = [str(ESPER), "grow", "--task", "digits", "--epochs", "4000", "--no-compare", "--out", "run"]
     process = subprocess.Popen(
         command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=heed_signals,
+        preexec_fn=restore_signal_handling,
     )  # fmt: skip
     journal = place / "run" / "events" / "rank0-00000.jsonl"
     end = time.monotonic() + 60
@@ -189,7 +189,7 @@ def test_stopped_grow_leaves_a_complete_journal(tmp_path, number, code):
     assert read_manifest(run)["status"] == "interrupted"
     entries = list(read(run))
     assert [e.kind for e in entries[-2:]] == ["run_finished", "health"]
-    assert not any(holes(entries).values())
+    assert not any(missing_seqs(entries).values())
 
 
 def test_killed_grow_keeps_all_events_its_journal_held(tmp_path):
@@ -199,7 +199,7 @@ def test_killed_grow_keeps_all_events_its_journal_held(tmp_path):
     process.wait(120)
     assert read_manifest(run)["status"] == "killed"
     entries = list(read(run))
-    assert not any(holes(entries).values())
+    assert not any(missing_seqs(entries).values())
     assert entries[: len(before)] == before
     json.loads((run / "manifest.json").read_text())
 
@@ -226,11 +226,11 @@ def test_odd_names_are_shown_verbatim_even_on_ascii_output(tmp_path):
 
 
 def test_directory_removed_during_a_run_is_reported(tmp_path, capsys):
-    def loses() -> None:
+    def remove_run() -> None:
         with record("mine", out=tmp_path / "run") as run:
             shutil.rmtree(run.path)
 
-    loses()
+    remove_run()
     assert "the manifest could not be written" in capsys.readouterr().err
 
 

@@ -110,12 +110,12 @@ def test_runs_of_the_same_second_get_distinct_names(tmp_path, monkeypatch):
     draws, random = iter(["aaaa", "aaaa", "bbbb", "cccc"] * 2), run_module.secrets.token_hex
     monkeypatch.setattr(run_module.secrets, "token_hex", lambda size: next(draws) if size == 2 else random(size))
 
-    class Noon(datetime):
+    class FixedDatetime(datetime):
         @classmethod
         def now(cls, tz=None):
             return cls(2030, 1, 1, 12, tzinfo=tz)
 
-    monkeypatch.setattr(run_module, "datetime", Noon)
+    monkeypatch.setattr(run_module, "datetime", FixedDatetime)
     names = [create(tmp_path).path.name for _ in range(3)]
     assert names == [f"20300101-120000-digits-{end}" for end in ("aaaa", "bbbb", "cccc")]
 

@@ -73,7 +73,7 @@ def test_tracking_does_not_change_training(tracked):
 # -- the sink itself
 
 
-class Remembering:
+class RecordingTracker:
     """A tracker that stores calls and their threads."""
 
     def __init__(self):
@@ -92,7 +92,7 @@ class Remembering:
 
 @pytest.fixture
 def tracker(monkeypatch):
-    tracker = Remembering()
+    tracker = RecordingTracker()
 
     def started(name, run, settings):
         tracker.threads.add(threading.get_ident())

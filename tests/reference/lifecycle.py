@@ -176,7 +176,7 @@ def may_germinate(env: Env, rules: Any) -> bool:
     return rules.max_seeds == 0 or seeds < rules.max_seeds
 
 
-def goes_by_itself(slot: Slot, rules: Any) -> bool:
+def advances_automatically(slot: Slot, rules: Any) -> bool:
     flags = {Stage.GERMINATED: rules.auto_train, Stage.TRAINING: rules.auto_blend, Stage.BLENDING: rules.auto_hold}
     return bool(flags.get(Stage(slot.stage), False))
 
@@ -198,7 +198,7 @@ def is_legal(env: Env, op: int, s: int, rules: Any) -> bool:
     if op == Op.FOSSILIZE:
         return slot.stage == Stage.HOLDING and gate_is_open(env, slot, rules)
     assert op == Op.ADVANCE
-    if slot.stage not in (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING) or goes_by_itself(slot, rules):
+    if slot.stage not in (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING) or advances_automatically(slot, rules):
         return False
     return gate_is_open(env, slot, rules)
 
@@ -365,7 +365,7 @@ def tick(env: Env, rules: Any) -> list[tuple[str, int]]:
         if ramp_down_ended:
             remove(env, slot)
             effects.append(("DROP", s))
-        if env.enabled[s] and goes_by_itself(slot, rules) and gate_is_open(env, slot, rules):
+        if env.enabled[s] and advances_automatically(slot, rules) and gate_is_open(env, slot, rules):
             advance(env, slot)
         if slot.is_alive():
             slot.age += 1

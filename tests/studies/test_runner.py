@@ -16,7 +16,7 @@ from esper.studies.results import Job, read_results
 from esper.studies.runner import attempt, check_points, run_jobs, seconds_left, shard_lock
 from tests.support import ROOT
 from tests.support.example_studies import example_study, point, train_by_formula
-from tests.support.run_outcomes import heed_signals
+from tests.support.run_outcomes import restore_signal_handling
 
 STUDY = example_study()
 JOBS = [Job("rescue", arm, world) for world in (100, 101) for arm in ("worse", "better")]
@@ -140,7 +140,7 @@ def test_interrupted_study_ends_at_once_keeps_finished_jobs_and_continues(tmp_pa
     command = [sys.executable, str(script), str(tmp_path / "out"), str(go)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True,
-                               preexec_fn=heed_signals)  # fmt: skip
+                               preexec_fn=restore_signal_handling)  # fmt: skip
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("[1/2]") for line in lines)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)

@@ -87,13 +87,13 @@ def test_claim_with_two_budgets_compares_each_arm_at_its_own_budget_whatever_the
     def rising(_world, budget):
         return {"quality": 0.3 if budget == 0.5 else 0.7, "train_macs": 1000 if budget == 0.5 else 4000}
 
-    cheap = Claim(arm="better", against="worse", budget=0.5, against_budget=1.0)
-    dear = Claim(arm="better", against="worse", budget=1.0, against_budget=0.5)
-    assert verdict(cheap, constant(0.6), rising) == ["lost"]  # 0.6 − 0.7
-    assert verdict(cheap, constant(0.8), rising) == ["won"]  # 0.8 − 0.7
-    assert verdict(dear, rising, constant(0.6, train_macs=1000)) == ["won"]  # 0.7 − 0.6, with four times the compute
-    assert verdict(cheap, constant(0.8), rising, worlds=4, min_worlds=5) == ["refused"]
-    study = example_study(claims=(cheap,))
+    cheaper = Claim(arm="better", against="worse", budget=0.5, against_budget=1.0)
+    costlier = Claim(arm="better", against="worse", budget=1.0, against_budget=0.5)
+    assert verdict(cheaper, constant(0.6), rising) == ["lost"]  # 0.6 − 0.7
+    assert verdict(cheaper, constant(0.8), rising) == ["won"]  # 0.8 − 0.7
+    assert verdict(costlier, rising, constant(0.6, train_macs=1000)) == ["won"]  # 0.7 − 0.6, with 4 × the compute
+    assert verdict(cheaper, constant(0.8), rising, worlds=4, min_worlds=5) == ["refused"]
+    study = example_study(claims=(cheaper,))
     lead = summarize(study, results(study, noisy, rising), "test_quality").verdicts[0].lead
     assert lead.mean == pytest.approx(-0.2)  # 0.6 and 0.4 by turns, against 0.7
     assert (lead.wins, lead.ties, lead.losses) == (0, 0, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 from esper.nissa.journal_reader import Damage, Entry, Extent, read
 
 
-def holes(entries: Iterable[Entry]) -> dict[int, list[range]]:
+def missing_seqs(entries: Iterable[Entry]) -> dict[int, list[range]]:
     """Return the missing seqs of each rank that has any. Gauges replaced by newer ones are not missing."""
     present: dict[int, set[int]] = {}
     for entry in entries:

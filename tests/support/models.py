@@ -550,7 +550,7 @@ ZOO: dict[str, Case] = {
 # -- growing by hand
 
 
-def awaken(slot: Slot, scale: float = 0.5, seed: int = 1) -> None:
+def perturb(slot: Slot, scale: float = 0.5, seed: int = 1) -> None:
     """Add noise to every parameter of a new seed, so that it has an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -572,7 +572,7 @@ def grow(
     """Germinate a seed with non-zero output, at any stage."""
     slot = body.slots[name]
     body.plant(name, blueprint or blueprints_for(slot.spec.layout)[0], operator, rng_seed=seed)
-    awaken(slot, scale, seed)
+    perturb(slot, scale, seed)
     body.set_slot(slot, stage, alpha if stage >= SeedStage.BLENDING else 0.0)
     return slot
 

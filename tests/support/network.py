@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def why_not() -> str:
+def missing_requirement() -> str:
     """Return why namespaces cannot be made here; "" if they can."""
     if shutil.which("ip") is None:
         return "the command `ip` is not installed"

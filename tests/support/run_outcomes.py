@@ -19,7 +19,7 @@ from esper.nissa.journal_reader import Damage, read
 from esper.simic.training.checkpointer import CHECKPOINTS, STATE
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.packing import unpacked
-from tests.support.journal_checks import holes
+from tests.support.journal_checks import missing_seqs
 
 OF_THE_PROCESS = {"run_started", "run_finished", "checkpoint", "health"}
 """Kinds that describe processes, not the run."""
@@ -52,7 +52,7 @@ def outcome_of(run: Path) -> Outcome:
         for k, v in document.items()
         if k in ("return_scale", "updates", "bad_in_a_row", "update_events", "env_steps")
     }
-    digest.update(repr(timeless(numbers)).encode())
+    digest.update(repr(without_times(numbers)).encode())
     happened = hashlib.sha256(repr(events(run)).encode())
     return Outcome(digest.hexdigest(), happened.hexdigest())
 
@@ -60,34 +60,34 @@ def outcome_of(run: Path) -> Outcome:
 def events(run: Path) -> list[tuple[int, str, Any]]:
     """Return the must-keep events of a run without clocks: those of the run first, then environment by environment."""
     events_seen = [
-        (int(e.data.get("env", -1)), e.kind, timeless(e.data))
+        (int(e.data.get("env", -1)), e.kind, without_times(e.data))
         for e in read(run)
         if e.kind not in OF_THE_PROCESS and KINDS[e.kind].KEEP
     ]
     return sorted(events_seen, key=lambda row: row[0])  # stable: in the order in which they happened
 
 
-def timeless(tree: Any) -> Any:
+def without_times(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: timeless(value) for key, value in tree.items() if key not in OF_THE_CLOCK}
-    return [timeless(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: without_times(value) for key, value in tree.items() if key not in OF_THE_CLOCK}
+    return [without_times(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def is_whole(run: Path) -> bool:
     """Return whether every number of the journal occurs once; only gauges may have been replaced by newer ones."""
     damage = Damage()
     entries = list(read(run, damage))
-    return not (damage.lines or damage.torn or damage.duplicates or holes(entries))
+    return not (damage.lines or damage.torn or damage.duplicates or missing_seqs(entries))
 
 
 def esper(*args: str | Path, **kwargs: Any) -> subprocess.Popen[bytes]:
     """Start a real process in its own session, so that its whole process group can be killed."""
     command = [sys.executable, "-m", "esper", *map(str, args)]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-    return subprocess.Popen(command, **options | {"preexec_fn": heed_signals} | kwargs)
+    return subprocess.Popen(command, **options | {"preexec_fn": restore_signal_handling} | kwargs)
 
 
-def heed_signals(ignored: tuple[int, ...] = ()) -> None:
+def restore_signal_handling(ignored: tuple[int, ...] = ()) -> None:
     """Restore default signal handling, which the parent of these tests may have disabled, except for `ignored`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
@@ -99,7 +99,7 @@ def finished(process: subprocess.Popen[bytes], code: int = 0, timeout: float = 3
     return output
 
 
-def survive(
+def run_with_kills(
     run: Path, args: list[str], kills: int, seed: int, round_s: float = 1.0, say: Any = lambda text: None
 ) -> int:
     """Start a run, kill it with SIGKILL at random moments and resume it `kills` times; return the kills.
@@ -113,7 +113,7 @@ def survive(
         if done == kills:
             finished(process)
             return done
-        wait_for_life(run, process, begun)
+        wait_for_first_write(run, process, begun)
         goal = rounds_done(run) + rng.choice((0, 1, 2))
         while process.poll() is None and rounds_done(run) < goal:
             time.sleep(0.01)
@@ -144,7 +144,7 @@ def seconds_per_round(run: Path) -> float:
     return (events_seen[-1] - events_seen[0]) / (len(events_seen) - 1)
 
 
-def wait_for_life(run: Path, process: subprocess.Popen[bytes], begun: bool) -> None:
+def wait_for_first_write(run: Path, process: subprocess.Popen[bytes], begun: bool) -> None:
     """Wait until the process writes into the run: a kill before that only tests Python's startup."""
 
     def seen() -> int:

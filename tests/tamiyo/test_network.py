@@ -74,11 +74,11 @@ def random_inputs(envs, slots, seed, blueprints=BUILT_IN, fixed=()):
     return table, obs, masks, MaskLayout(slots=slots, blueprints=blueprints)
 
 
-def chances(*shape, seed=0):
+def random_numbers(*shape, seed=0):
     return torch.rand(*shape, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
 
 
-def exchanged(obs, masks, layout, order):
+def permuted(obs, masks, layout, order):
     """Return observations and masks of the same environments with permuted slots."""
     base, slots = obs[:, :BASE], obs[:, BASE:].unflatten(-1, (-1, PER_SLOT))
     obs = torch.cat([base, slots[:, order].flatten(1)], -1)
@@ -89,7 +89,7 @@ def exchanged(obs, masks, layout, order):
     return obs, masks
 
 
-def opinions(net, obs, masks, layout, op, slot):
+def values_and_log_probs(net, obs, masks, layout, op, slot):
     """Return values [E] and log-probabilities [E, 8, W] given op and slot."""
     look, slots = net._encode(obs)
     hidden = net._recur(look, net.initial(len(obs)))
@@ -107,14 +107,14 @@ def test_network_is_equivariant_to_slot_order(core, slots):
     _, obs, masks, layout = random_inputs(60, slots, seed=slots)
     net = network(core)
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(1))
-    moved_obs, moved_masks = exchanged(obs, masks, layout, order)
+    moved_obs, moved_masks = permuted(obs, masks, layout, order)
     place = torch.argsort(order)  # the new position of each slot
     for op in (Op.GERMINATE, Op.PRUNE, Op.SET_ALPHA_TARGET):
         possible = masks[:, op]
         op_row = torch.full((len(obs),), int(op))
         slot = slot_given_op(masks, layout, op_row).int().argmax(-1)
-        value, here = opinions(net, obs, masks, layout, op_row, slot)
-        moved_value, there = opinions(net, moved_obs, moved_masks, layout, op_row, place[slot])
+        value, here = values_and_log_probs(net, obs, masks, layout, op_row, slot)
+        moved_value, there = values_and_log_probs(net, moved_obs, moved_masks, layout, op_row, place[slot])
         torch.testing.assert_close(moved_value, value, atol=1e-5, rtol=1e-5)
         assert possible.any()
         here, there = here[possible].detach().exp(), there[possible].detach().exp()
@@ -129,7 +129,7 @@ def test_same_weights_serve_3_9_and_25_slots():
     net = network()
     for slots in (3, 9, 25):
         table, obs, masks, layout = random_inputs(50, slots, seed=7)
-        choice = net.act(obs, masks, net.initial(50), layout, chances(50))
+        choice = net.act(obs, masks, net.initial(50), layout, random_numbers(50))
         assert is_legal(table, choice.actions.numpy(), LIVELY).all()
         assert choice.values.shape == (50,)
         assert torch.isfinite(choice.log_probs).all()
@@ -156,7 +156,7 @@ def test_initial_policy_prefers_wait_by_patience():
     _, obs, masks, layout = random_inputs(80, 3, seed=3)
     net = TamiyoNetwork(NetworkConfig(patience=2.5, epsilon=0.0))
     zero = torch.zeros(80, dtype=torch.long)
-    _, log_probs = opinions(net, obs, masks, layout, zero, zero)
+    _, log_probs = values_and_log_probs(net, obs, masks, layout, zero, zero)
     legal_ops, op = masks[:, layout.op], log_probs[:, Head.OP, :NUM_OPS].detach()
     assert legal_ops[:, 1:].any()
     odds = (op[:, :1] - op)[legal_ops & (torch.arange(NUM_OPS) > 0)]
@@ -177,7 +177,7 @@ def test_act_is_legal_on_thousands_of_tables(fixed, blueprints, sampled):
         table, obs, masks, layout = random_inputs(700, slots, seed, blueprints, fixed)
         net = network(CORES[seed % 2], seed)
         hidden = torch.randn(700, net.hidden_size, generator=torch.Generator().manual_seed(seed))
-        choice = net.act(obs, masks, hidden, layout, chances(700, seed=seed) if sampled else None)
+        choice = net.act(obs, masks, hidden, layout, random_numbers(700, seed=seed) if sampled else None)
         actions = choice.actions.numpy()
         assert is_legal(table, actions, LIVELY).all()
         op = actions[:, Head.OP]
@@ -196,7 +196,7 @@ def test_act_without_random_numbers_is_greedy():
     net = network()
     choice = net.act(obs, masks, net.initial(200), layout, None)
     op, slot = choice.actions[:, Head.OP], choice.actions[:, Head.SLOT]
-    _, log_probs = opinions(net, obs, masks, layout, op, slot)
+    _, log_probs = values_and_log_probs(net, obs, masks, layout, op, slot)
     torch.testing.assert_close(choice.log_probs, log_probs.amax(-1).detach(), atol=1e-5, rtol=1e-5)
 
 
@@ -206,7 +206,7 @@ def test_choice_frequencies_match_log_probabilities():
     net, samples_drawn = network(patience=0.0), 40_000
     row = int(masks[:, layout.op].sum(-1).argmax())
     many = lambda x: x[row].expand(samples_drawn, -1)  # noqa: E731
-    choice = net.act(many(obs), many(masks), net.initial(samples_drawn), layout, chances(samples_drawn, seed=9))
+    choice = net.act(many(obs), many(masks), net.initial(samples_drawn), layout, random_numbers(samples_drawn, seed=9))
     joint, group, count = torch.unique(choice.actions, dim=0, return_inverse=True, return_counts=True)
     chance = torch.zeros(len(joint), dtype=torch.double)
     chance[group] = choice.log_probs.double().sum(-1).exp()
@@ -228,7 +228,7 @@ def played(net, steps, envs, slots, *, blueprints=BUILT_IN, seed=0, end_share=0.
         now = slice(t * envs, (t + 1) * envs)
         starts = torch.from_numpy(start)
         hidden = hidden.masked_fill(starts[:, None], 0.0)
-        choice = net.act(obs[now], masks[now], hidden, layout, chances(envs, seed=seed * 1000 + t))
+        choice = net.act(obs[now], masks[now], hidden, layout, random_numbers(envs, seed=seed * 1000 + t))
         rows.append((obs[now], masks[now], choice, hidden, starts))
         hidden, start = choice.hidden, rng.random(envs) < end_share
     fields = {
@@ -244,7 +244,7 @@ def played(net, steps, envs, slots, *, blueprints=BUILT_IN, seed=0, end_share=0.
     return fields, layout
 
 
-def judge(net, fields, layout, first, stop):
+def evaluate_part(net, fields, layout, first, stop):
     part = {name: x[first:stop] for name, x in fields.items()}
     return net.evaluate(part["obs"], part["masks"], part["actions"], part["hidden"][0], part["starts"], layout), part
 
@@ -256,7 +256,7 @@ def test_evaluate_reproduces_act(core, blueprints):
     net.renormalise(0.7, 2.5)
     fields, layout = played(net, 20, 12, 3, blueprints=blueprints)
     assert fields["starts"][1:].any(0).sum() > 6  # most environments have several episodes
-    judged, _ = judge(net, fields, layout, 0, 20)
+    judged, _ = evaluate_part(net, fields, layout, 0, 20)
     torch.testing.assert_close(judged.log_probs, fields["log_probs"], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(judged.entropy[..., Head.OP], fields["entropy"], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(judged.values, fields["values"], atol=1e-5, rtol=1e-5)
@@ -270,7 +270,7 @@ def test_evaluate_does_not_depend_on_chunk_boundaries(core, cuts, seed):
     fields, layout = played(net, 16, 5, 3, seed=seed)
     bounds = [0, *sorted(cuts), 16]
     for first, stop in pairwise(bounds):
-        judged, part = judge(net, fields, layout, first, stop)
+        judged, part = evaluate_part(net, fields, layout, first, stop)
         torch.testing.assert_close(judged.log_probs, part["log_probs"], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(judged.values, part["values"], atol=1e-5, rtol=1e-5)
 
@@ -280,11 +280,11 @@ def test_new_episode_resets_the_hidden_state_even_if_nan(core):
     net = network(core)
     fields, layout = played(net, 10, 6, 3)
     fields["starts"][4] = True
-    clean, _ = judge(net, fields, layout, 4, 10)
-    judged, _ = judge(net, fields, layout, 0, 10)
+    clean, _ = evaluate_part(net, fields, layout, 4, 10)
+    judged, _ = evaluate_part(net, fields, layout, 0, 10)
     torch.testing.assert_close(judged.values[4:], clean.values, atol=1e-6, rtol=1e-6)
     fields["hidden"][4] = torch.nan
-    again, _ = judge(net, fields, layout, 4, 10)
+    again, _ = evaluate_part(net, fields, layout, 4, 10)
     assert torch.equal(again.values, clean.values)
 
 
@@ -293,13 +293,13 @@ def test_gradients_flow_through_time_within_an_episode_only(core):
     net = network(core)
     fields, layout = played(net, 8, 4, 3, end_share=0.0)
     fields["obs"].requires_grad_()
-    judged, _ = judge(net, fields, layout, 0, 8)
+    judged, _ = evaluate_part(net, fields, layout, 0, 8)
     judged.values[7].sum().backward()
     reach = fields["obs"].grad.abs().sum((1, 2))
     assert (reach > 0).all()  # the last value depends on the first observation
     fields["obs"].grad = None
     fields["starts"][5] = True
-    judged, _ = judge(net, fields, layout, 0, 8)
+    judged, _ = evaluate_part(net, fields, layout, 0, 8)
     judged.values[7].sum().backward()
     reach = fields["obs"].grad.abs().sum((1, 2))
     assert not reach[:5].any()
@@ -472,9 +472,9 @@ def test_entropy_covers_only_relevant_heads():
     _, obs, masks, layout = random_inputs(200, 3, seed=5)
     net = network()
     start, hidden = torch.ones(1, 200, dtype=torch.bool), net.initial(200)
-    choice = net.act(obs, masks, hidden, layout, chances(200))
+    choice = net.act(obs, masks, hidden, layout, random_numbers(200))
     op, slot = choice.actions[:, Head.OP], choice.actions[:, Head.SLOT]
-    _, log_probs = opinions(net, obs, masks, layout, op, slot)
+    _, log_probs = values_and_log_probs(net, obs, masks, layout, op, slot)
     expected = entropy(log_probs, conditioned(masks, layout, op, slot)).detach()
     torch.testing.assert_close(choice.entropy, expected[:, Head.OP], atol=1e-5, rtol=1e-5)
     judged = net.evaluate(obs[None], masks[None], choice.actions[None], hidden, start, layout).entropy[0].detach()

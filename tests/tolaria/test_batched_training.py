@@ -71,7 +71,7 @@ def engine(task: Task, worlds: int, *, stacked: bool, **config: object) -> Engin
     return Engine(task, list(range(worlds)), rules=QUICK, config=EngineConfig(strategy=strategy, **config))
 
 
-def wander(table: SlotTable, rng: np.random.Generator, envs: list[int] | None = None) -> Ints:
+def random_legal_or_wait(table: SlotTable, rng: np.random.Generator, envs: list[int] | None = None) -> Ints:
     """Return a random legal action per environment in `envs`; others wait. Draws do not depend on legality."""
     may = legal(table, QUICK)  # [E, O, S]
     actions = np.zeros((len(may), len(Head)), dtype=np.int64)
@@ -118,7 +118,7 @@ def test_stacked_training_equals_the_loop_under_growth(host: str, incubation: st
     for each in (loop, stack):
         each.plant_fossils(0, {"r0c0": ("norm", Operator.ADD)})
     for step in range(12):
-        actions = wander(loop.table, rng)
+        actions = random_legal_or_wait(loop.table, rng)
         for each in (loop, stack):
             each.step(actions)
             if step == 7:
@@ -172,8 +172,8 @@ def test_growth_in_one_row_keeps_other_rows_bit_identical(host: str):
     quiet, lively = (engine(task(host), 4, stacked=True) for _ in range(2))
     rng, other_rng = np.random.default_rng(2), np.random.default_rng(2)
     for step in range(10):
-        quiet.step(wander(quiet.table, rng, [0, 3]))
-        lively.step(wander(lively.table, other_rng, [0, 1, 3]))
+        quiet.step(random_legal_or_wait(quiet.table, rng, [0, 3]))
+        lively.step(random_legal_or_wait(lively.table, other_rng, [0, 1, 3]))
         if step == 6:
             lively.governor.roll_back(1, lively.table)
     assert not is_same(state(quiet.networks[1]), state(lively.networks[1])[: len(state(quiet.networks[1]))])
@@ -245,7 +245,7 @@ def test_custom_seeds_are_not_stacked():
         assert slot.seed is not None
         assert WideSeed.of(slot, 16) is not None
         assert can_be_batched(network)
-        slot.seed = Stumbling(slot.seed)
+        slot.seed = RaisesAtThirdCall(slot.seed)
         assert WideSeed.of(slot, 16) is None
         assert not can_be_batched(network)
     for odd in (nn.Dropout(), nn.BatchNorm1d(8)):
@@ -257,7 +257,7 @@ def test_custom_seeds_are_not_stacked():
     assert not can_be_batched(network)
 
 
-class Clumsy(torch.autograd.Function):
+class RaisingBackward(torch.autograd.Function):
     """Function whose backward pass raises."""
 
     @staticmethod
@@ -269,9 +269,9 @@ class Clumsy(torch.autograd.Function):
         raise ArithmeticError("this seed falls backwards")
 
 
-class Falling(nn.Sequential):
+class RaisingBackwardSeed(nn.Sequential):
     def forward(self, h: Tensor) -> Tensor:
-        return Clumsy.apply(super().forward(h))
+        return RaisingBackward.apply(super().forward(h))
 
 
 def test_custom_seeds_match_the_loop_and_do_not_affect_other_rows():
@@ -282,7 +282,7 @@ def test_custom_seeds_match_the_loop_and_do_not_affect_other_rows():
         for row, part in ((0, nn.Dropout(0.5)), (1, nn.BatchNorm1d(8))):
             networks[way][row].body.slots["r0c0"].seed.append(part)
         slot = networks[way][2].body.slots["r0c0"]
-        slot.seed = Falling(*slot.seed)
+        slot.seed = RaisingBackwardSeed(*slot.seed)
         for network in networks[way][:3]:
             network.optimizer_sync._settle(network.body.slots["r0c0"])
             network.average.resync()
@@ -346,7 +346,7 @@ def test_rows_match_the_loop_for_any_host_shape(shape: str):
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-class Stumbling(nn.Module):
+class RaisesAtThirdCall(nn.Module):
     def __init__(self, seed: nn.Module) -> None:
         super().__init__()
         self.seed, self.calls = seed, 0
@@ -366,7 +366,7 @@ def test_error_or_nan_stays_in_its_row():
     faulty[1].average.resync()
     faulty[1].regroup()
     one, other = BatchedTrainer(sound), BatchedTrainer(faulty)
-    slot.seed = Stumbling(slot.seed)
+    slot.seed = RaisesAtThirdCall(slot.seed)
     with torch.no_grad():
         faulty[2].body.model.head.bias[0] = torch.nan
     one.train_epoch([0] * 4)

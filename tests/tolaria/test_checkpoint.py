@@ -346,7 +346,7 @@ def test_truncation_and_appended_bytes_are_detected(pair, name):
         check_fallback(checkpoints, 2)
 
 
-def whole(folder, good):
+def complete_number(folder, good):
     """Return the number of the checkpoint whose files a directory holds completely, or None. Files may be swapped."""
     for i in (1, 2):
         mine = {each.name: content for each, content in good.items() if each.parent.name == f"round-{i}"}
@@ -356,7 +356,7 @@ def whole(folder, good):
 
 
 def slowly_newest(root, good):
-    return max((i for each in (1, 2) if (i := whole(root / f"round-{each}", good))), default=None)
+    return max((i for each in (1, 2) if (i := complete_number(root / f"round-{each}", good))), default=None)
 
 
 blows = st.tuples(
@@ -368,9 +368,9 @@ blows = st.tuples(
 )
 
 
-def strike(root, good, blow):
+def apply_damage(root, good, damage):
     """Damage a checkpoint: flip bits, or cut, extend, remove, swap, overwrite or add a file."""
-    kind, (i, name), (j, other), place, byte = blow
+    kind, (i, name), (j, other), place, byte = damage
     path, second = root / f"round-{i}" / name, root / f"round-{j}" / other
     content = bytearray(path.read_bytes() if path.exists() else b"")
     place %= len(content) + 1
@@ -401,14 +401,14 @@ def test_newest_returns_the_newest_intact_one_under_any_damage(tmp_path_factory,
             write(Checkpoints(root), i)
     good = {each: each.read_bytes() for each in sorted(root.glob("round-*/*"))}
     try:
-        for blow in struck:
-            strike(root, good, blow)
+        for damage in struck:
+            apply_damage(root, good, damage)
         newest_round, warned = newest(Checkpoints(root))
         assert newest_round == slowly_newest(root, good)
         for i, j in ((1, 2), (2, 1)):
             index, its = root / f"round-{i}" / "index.json", good[root / f"round-{j}" / "index.json"]
             is_the_others = index.exists() and index.read_bytes() == its  # then it has the other's number
-            if newest_round != 2 and not whole(index.parent, good) and not is_the_others:
+            if newest_round != 2 and not complete_number(index.parent, good) and not is_the_others:
                 assert any(f"round-{i}" in each for each in warned)
     finally:
         for path in root.glob("round-*/*"):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from esper.leyline.events import Silence
+from esper.leyline.events import NullReceiver
 from esper.tolaria import checkpoint_schedule
 from esper.tolaria.checkpoint_schedule import CheckpointSchedule
 
 
-class Journal(Silence):
+class Journal(NullReceiver):
     """A journal that is on disk or not."""
 
     def __init__(self, *, flushes: bool, has_lost: bool = False) -> None:
@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_cost_of_the_last_checkpoint_delays_the_next(clock: list[float]) -> None:
-    schedule = CheckpointSchedule(Silence(), share=0.1)
+    schedule = CheckpointSchedule(NullReceiver(), share=0.1)
     assert schedule.is_due()
     clock.append(2.0)  # the checkpoint took 2 s, so the next one is due 20 s after its end
     schedule.record()
@@ -39,14 +39,14 @@ def test_cost_of_the_last_checkpoint_delays_the_next(clock: list[float]) -> None
 
 
 def test_checkpoint_that_is_not_recorded_is_due_again(clock: list[float]) -> None:
-    schedule = CheckpointSchedule(Silence(), share=0.1)
+    schedule = CheckpointSchedule(NullReceiver(), share=0.1)
     assert schedule.is_due()
     clock.append(2.0)
     assert schedule.is_due()
 
 
 def test_share_of_1_makes_every_checkpoint_due(clock: list[float]) -> None:
-    schedule = CheckpointSchedule(Silence(), share=1)
+    schedule = CheckpointSchedule(NullReceiver(), share=1)
     assert schedule.is_due()
     clock.append(5.0)
     schedule.record()
@@ -56,18 +56,18 @@ def test_share_of_1_makes_every_checkpoint_due(clock: list[float]) -> None:
 @pytest.mark.parametrize(
     ("journal", "flushed"),
     [
-        (Silence(), True),
+        (NullReceiver(), True),
         (Journal(flushes=True), True),
         (Journal(flushes=False), False),
         (Journal(flushes=False, has_lost=True), True),
     ],
 )
-def test_journal_is_flushed_or_has_lost_its_events(journal: Silence, flushed: bool) -> None:
+def test_journal_is_flushed_or_has_lost_its_events(journal: NullReceiver, flushed: bool) -> None:
     assert CheckpointSchedule(journal, share=1).flush() is flushed
 
 
 def test_checkpoint_without_its_journal_is_postponed_unless_it_is_the_last(recwarn: pytest.WarningsRecorder) -> None:
-    schedule = CheckpointSchedule(Silence(), share=1)
+    schedule = CheckpointSchedule(NullReceiver(), share=1)
     assert schedule.is_possible(True)
     assert schedule.is_possible(False, always=True)
     assert not recwarn.list

@@ -37,7 +37,7 @@ def digits() -> Task:
     return replace(get_task("digits"), batches_per_epoch=4, val_size=100)
 
 
-def judged(history: list[float], val: float, train: float = 1.0, vital: float = 1.0, failed: bool = False) -> str:
+def alarm_after(history: list[float], val: float, train: float = 1.0, vital: float = 1.0, failed: bool = False) -> str:
     """Return the alarm of one environment after this history of normal losses."""
     losses = np.full((1, CONFIG.window), np.nan)
     losses[0, CONFIG.window - len(history) :] = history
@@ -135,21 +135,21 @@ WEAK = [2.21, 2.2, 2.19, 2.2, 2.18, 2.19, 2.17, 2.18, 2.16, 2.17]  # a host slig
     ],
 )
 def test_alarm_depends_on_loss_history_and_chance_loss(history: list[float], loss: float, alarm: str) -> None:
-    assert judged(history, loss) == alarm
+    assert alarm_after(history, loss) == alarm
 
 
 @pytest.mark.parametrize("slope", [-0.1, -0.02, 0.0, 0.01, 0.05])
 def test_steady_trend_raises_no_alarm(slope: float) -> None:
     losses = [2.2 + slope * i for i in range(60) if 2.2 + slope * i > 0]
     for i in range(6, len(losses)):
-        assert judged(losses[max(0, i - 20) : i], losses[i]) == ""
+        assert alarm_after(losses[max(0, i - 20) : i], losses[i]) == ""
 
 
 def test_alarm_precedence_is_exception_loss_weights() -> None:
-    assert judged([], math.nan, vital=math.inf) == "nonfinite_loss"
-    assert judged([], 1.0, train=math.inf, vital=math.inf) == "nonfinite_loss"
-    assert judged([], 1.0, vital=math.nan) == "nonfinite_weights"
-    assert judged([], math.nan, vital=math.nan, failed=True) == "exception"
+    assert alarm_after([], math.nan, vital=math.inf) == "nonfinite_loss"
+    assert alarm_after([], 1.0, train=math.inf, vital=math.inf) == "nonfinite_loss"
+    assert alarm_after([], 1.0, vital=math.nan) == "nonfinite_weights"
+    assert alarm_after([], math.nan, vital=math.nan, failed=True) == "exception"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_invalid_governor_config_is_rejected(wrong: dict[str, Any], text: str) -
 # -- counters and history
 
 
-class Judged:
+class DrivenGovernor:
     """Governor of real networks, driven with given losses."""
 
     def __init__(self, **config: Any) -> None:
@@ -197,75 +197,75 @@ class Judged:
 
 
 def test_divergence_and_collapse_roll_back_after_patience() -> None:
-    judged = Judged()
+    driven = DrivenGovernor()
     for _ in range(6):
-        assert judged.step(1.0, 2.1) == []
-        assert judged.alarms == []
-    assert judged.step(5.0, 2.2) == []
-    assert [(a.env, a.alarm, a.action, a.restored_step) for a in judged.alarms] == [(0, "divergence", "counted", None)]
-    assert judged.alarms[0].value == 5.0
-    assert judged.alarms[0].limit == pytest.approx(1.25 * CHANCE)
-    assert judged.step(5.0, 2.3) == []
-    assert [a.alarm for a in judged.alarms] == ["divergence", "collapse"]
-    assert judged.step(5.0, 2.0) == [0]  # the other has recovered
-    assert [(a.action, a.restored_step) for a in judged.alarms] == [("rolled back", 5)]
-    assert judged.governor.counted.tolist() == [0, 0]
-    assert judged.table.rollbacks.tolist() == [1, 0]
-    assert judged.step(1.0, 2.0) == judged.alarms == []
+        assert driven.step(1.0, 2.1) == []
+        assert driven.alarms == []
+    assert driven.step(5.0, 2.2) == []
+    assert [(a.env, a.alarm, a.action, a.restored_step) for a in driven.alarms] == [(0, "divergence", "counted", None)]
+    assert driven.alarms[0].value == 5.0
+    assert driven.alarms[0].limit == pytest.approx(1.25 * CHANCE)
+    assert driven.step(5.0, 2.3) == []
+    assert [a.alarm for a in driven.alarms] == ["divergence", "collapse"]
+    assert driven.step(5.0, 2.0) == [0]  # the other has recovered
+    assert [(a.action, a.restored_step) for a in driven.alarms] == [("rolled back", 5)]
+    assert driven.governor.counted.tolist() == [0, 0]
+    assert driven.table.rollbacks.tolist() == [1, 0]
+    assert driven.step(1.0, 2.0) == driven.alarms == []
 
 
 def test_bad_validation_with_good_training_does_not_roll_back() -> None:
-    judged = Judged()
+    driven = DrivenGovernor()
     for _ in range(6):
-        judged.step(1.0, 1.0)
+        driven.step(1.0, 1.0)
     for _ in range(6):
-        assert judged.step(5.0, 2.3, train=0.9) == []
-        assert [(a.alarm, a.action) for a in judged.alarms] == [("divergence", "seen"), ("collapse", "seen")]
-    assert judged.governor._rows.step.tolist() == [5, 5]  # no snapshot of such a state
-    assert np.nanmax(judged.governor.losses) == 1.0
-    assert judged.step(5.0, 5.0) == judged.step(5.0, 5.0) == []
-    assert judged.step(5.0, 5.0, train=0.9) == []  # not consecutive
-    assert judged.governor.counted.tolist() == [0, 0]
+        assert driven.step(5.0, 2.3, train=0.9) == []
+        assert [(a.alarm, a.action) for a in driven.alarms] == [("divergence", "seen"), ("collapse", "seen")]
+    assert driven.governor._rows.step.tolist() == [5, 5]  # no snapshot of such a state
+    assert np.nanmax(driven.governor.losses) == 1.0
+    assert driven.step(5.0, 5.0) == driven.step(5.0, 5.0) == []
+    assert driven.step(5.0, 5.0, train=0.9) == []  # not consecutive
+    assert driven.governor.counted.tolist() == [0, 0]
 
 
 def test_consecutive_anomalies_add_up_until_a_normal_loss() -> None:
-    judged = Judged()
+    driven = DrivenGovernor()
     for _ in range(6):
-        judged.step(1.0, 1.0)
-    assert judged.step(5.0, 5.0) == judged.step(2.3, 5.0) == []
-    assert judged.step(5.0, 1.0) == [0]
-    assert judged.step(5.0, 5.0) == judged.step(5.0, 5.0) == []
-    assert judged.governor.counted.tolist() == [2, 2]
+        driven.step(1.0, 1.0)
+    assert driven.step(5.0, 5.0) == driven.step(2.3, 5.0) == []
+    assert driven.step(5.0, 1.0) == [0]
+    assert driven.step(5.0, 5.0) == driven.step(5.0, 5.0) == []
+    assert driven.governor.counted.tolist() == [2, 2]
 
 
 def test_history_excludes_anomalies_and_is_rolled_back() -> None:
-    judged = Judged()
+    driven = DrivenGovernor()
     for loss in (1.0, 1.1, 1.2, 1.3, 1.4):
-        judged.step(loss, loss)
-    losses_before = judged.governor.losses.copy()
-    assert judged.table.step[0] == 5  # a snapshot is taken
-    judged.step(1.5, 1.5)
+        driven.step(loss, loss)
+    losses_before = driven.governor.losses.copy()
+    assert driven.table.step[0] == 5  # a snapshot is taken
+    driven.step(1.5, 1.5)
     for _ in range(2):
-        judged.step(9.0, 1.5)
-        assert (judged.governor.losses[0, -1], judged.governor.losses[0, -2]) == (1.5, 1.4)
-    assert judged.step(9.0, 1.5) == [0]
-    np.testing.assert_array_equal(judged.governor.losses[0], losses_before[0])
-    assert judged.governor.losses[1, -1] == 1.5
+        driven.step(9.0, 1.5)
+        assert (driven.governor.losses[0, -1], driven.governor.losses[0, -2]) == (1.5, 1.4)
+    assert driven.step(9.0, 1.5) == [0]
+    np.testing.assert_array_equal(driven.governor.losses[0], losses_before[0])
+    assert driven.governor.losses[1, -1] == 1.5
 
 
 def test_history_holds_the_last_twenty_losses() -> None:
-    judged = Judged()
+    driven = DrivenGovernor()
     for i in range(30):
-        judged.step(1.0 + i / 100, 1.0)
-    np.testing.assert_allclose(judged.governor.losses[0], 1.0 + np.arange(10, 30) / 100)
+        driven.step(1.0 + i / 100, 1.0)
+    np.testing.assert_allclose(driven.governor.losses[0], 1.0 + np.arange(10, 30) / 100)
 
 
 def test_snapshots_are_taken_at_start_and_every_fifth_normal_step() -> None:
-    judged = Judged()
+    driven = DrivenGovernor()
     snapshots = []
     for i in range(1, 14):
-        judged.step(9.0 if i == 10 else 1.0, 1.0)
-        snapshots.append(judged.governor._rows.step.tolist())
+        driven.step(9.0 if i == 10 else 1.0, 1.0)
+        snapshots.append(driven.governor._rows.step.tolist())
     assert [t[1] for t in snapshots] == [0] * 4 + [5] * 5 + [10] * 4
     assert [t[0] for t in snapshots] == [0] * 4 + [5] * 9  # not during an anomaly
 

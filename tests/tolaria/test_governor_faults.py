@@ -92,7 +92,7 @@ TASKS = {"digits": digits, "images": images, "words": words}
 # -- helpers: reach a stage, compare environments
 
 
-def towards(target: SeedStage, stage: SeedStage) -> Op:
+def op_towards(target: SeedStage, stage: SeedStage) -> Op:
     """Return the operation that moves a seed from `stage` towards `target`, or WAIT."""
     if stage == target or (target == Stage.DORMANT and stage == Stage.DORMANT):
         return Op.WAIT
@@ -105,7 +105,7 @@ def towards(target: SeedStage, stage: SeedStage) -> Op:
 
 def decide(engine: Engine, target: SeedStage) -> Ints:
     actions = wait_everywhere(engine.table.num_envs)
-    actions[FAULTY, Head.OP] = towards(target, SeedStage(int(engine.table.stage[FAULTY, 0])))
+    actions[FAULTY, Head.OP] = op_towards(target, SeedStage(int(engine.table.stage[FAULTY, 0])))
     actions[FAULTY, Head.BLUEPRINT] = int(np.nonzero(engine.table.takes[0])[0][0])
     actions[FAULTY, Head.ALPHA_TARGET] = 2  # full alpha
     return actions
@@ -121,32 +121,32 @@ def copied_tensors(network: HostNetwork) -> dict[int, list[Tensor]]:
     return tensors
 
 
-class Life:
+class RecordedRun:
     """Three environments, one of which grows by explicit actions. Its state is recorded after every step."""
 
     def __init__(self, task: Task, target: SeedStage, steps: int = 0, **config: Any) -> None:
         torch.manual_seed(5)
         self.engine = Engine(task, [4, 5, 6], rules=BY_HAND, config=EngineConfig(**config))
         self.target = target
-        self.past: list[dict[str, Any]] = []
-        self.write_down()
-        while not self.arrived and len(self.past) < 40:
+        self.history: list[dict[str, Any]] = []
+        self.record_state()
+        while not self.reached_target and len(self.history) < 40:
             self.step()
-        assert self.arrived
+        assert self.reached_target
         for _ in range(steps):
             self.step()
 
     @property
-    def arrived(self) -> bool:
-        return bool(self.engine.table.stage[FAULTY, 0] == self.target) and len(self.past) > 2
+    def reached_target(self) -> bool:
+        return bool(self.engine.table.stage[FAULTY, 0] == self.target) and len(self.history) > 2
 
     def step(self) -> None:
         self.engine.step(decide(self.engine, self.target))
-        self.write_down()
+        self.record_state()
 
-    def write_down(self) -> None:
+    def record_state(self) -> None:
         network, table = self.engine.networks[FAULTY], self.engine.table
-        self.past.append(
+        self.history.append(
             {
                 "params": copied_tensors(network),
                 "buffers": {id(b): b.clone() for b in network.body.buffers()},
@@ -168,15 +168,15 @@ def fingerprint(engine: Engine, env: int) -> tuple[Any, ...]:
 
 
 @lru_cache
-def undisturbed(task: str, target: SeedStage, steps: int) -> list[Any]:
-    life = Life(TASKS[task](), target, steps)
-    assert not life.engine.table.rollbacks.any()
-    return [fingerprint(life.engine, env) for env in OTHERS]
+def fingerprints_without_fault(task: str, target: SeedStage, steps: int) -> list[Any]:
+    recorded = RecordedRun(TASKS[task](), target, steps)
+    assert not recorded.engine.table.rollbacks.any()
+    return [fingerprint(recorded.engine, env) for env in OTHERS]
 
 
-def assert_restored(life: Life, step: int) -> None:
+def assert_restored(recorded: RecordedRun, step: int) -> None:
     """Assert that the faulty environment has its state after `step`, without live seeds."""
-    engine, then = life.engine, life.past[step]
+    engine, then = recorded.engine, recorded.history[step]
     network, table = engine.networks[FAULTY], engine.table
     now = copied_tensors(network)
     fossils = [name for name, slot in network.body.slots.items() if slot.stage == Stage.FOSSILIZED]
@@ -207,7 +207,7 @@ def assert_restored(life: Life, step: int) -> None:
 # -- faults
 
 
-def once(network: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
+def change_second_batch(network: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
     """Apply `act` to the inputs of the second batch from now, once."""
     seen = []
 
@@ -224,22 +224,22 @@ def once(network: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
     network.forward = forward
 
 
-def spoil(value: float) -> Callable[[HostNetwork], None]:
+def overwrite_inputs(value: float) -> Callable[[HostNetwork], None]:
     def act(x: Tensor) -> Tensor:
         x[0] = value
         return x
 
-    return lambda network: once(network, act)
+    return lambda network: change_second_batch(network, act)
 
 
 def fail(error: Exception) -> Callable[[HostNetwork], None]:
     def act(_x: Tensor) -> Tensor:
         raise error
 
-    return lambda network: once(network, act)
+    return lambda network: change_second_batch(network, act)
 
 
-def explode(network: HostNetwork) -> None:
+def raise_learning_rate(network: HostNetwork) -> None:
     for group in network.optimizer.param_groups:
         group["lr"] = 1e30
 
@@ -258,7 +258,7 @@ def fail_validation(error: Exception) -> Callable[[HostNetwork], None]:
     return inject
 
 
-def spoil_validation(value: float) -> Callable[[HostNetwork], None]:
+def overwrite_validation_scores(value: float) -> Callable[[HostNetwork], None]:
     def inject(network: HostNetwork) -> None:
         validate, values = network.validate, [value]
 
@@ -274,62 +274,62 @@ def spoil_validation(value: float) -> Callable[[HostNetwork], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[HostNetwork], None], str]] = {
-    "nan": (spoil(math.nan), "nonfinite_loss"),
-    "inf": (spoil(math.inf), "nonfinite_loss"),
-    "learning rate": (explode, "nonfinite_loss"),
+    "nan": (overwrite_inputs(math.nan), "nonfinite_loss"),
+    "inf": (overwrite_inputs(math.inf), "nonfinite_loss"),
+    "learning rate": (raise_learning_rate, "nonfinite_loss"),
     "error": (fail(ValueError("a bad batch")), "exception"),
     "out of memory": (fail(torch.OutOfMemoryError("out of memory")), "exception"),
     "no memory": (fail(MemoryError("out of memory")), "exception"),
     "error in validation": (fail_validation(RuntimeError("a bad split")), "exception"),
     "out of memory in validation": (fail_validation(torch.OutOfMemoryError("out of memory")), "exception"),
     "no memory in validation": (fail_validation(MemoryError("out of memory")), "exception"),
-    "nan in validation": (spoil_validation(math.nan), "nonfinite_loss"),
-    "inf in validation": (spoil_validation(-math.inf), "nonfinite_loss"),
+    "nan in validation": (overwrite_validation_scores(math.nan), "nonfinite_loss"),
+    "inf in validation": (overwrite_validation_scores(-math.inf), "nonfinite_loss"),
 }
 
 
-def disturbed(task: str, target: SeedStage, fault: str) -> Life:
+def run_with_fault(task: str, target: SeedStage, fault: str) -> RecordedRun:
     """Run until the seed reaches `target`, inject the fault, and step once."""
-    life = Life(TASKS[task](), target)
+    recorded = RecordedRun(TASKS[task](), target)
     inject, alarm = FAULTS[fault]
-    inject(life.engine.networks[FAULTY])
-    life.step()
-    assert [(a.env, a.alarm, a.action) for a in life.engine.alarms] == [(FAULTY, alarm, "rolled back")]
-    assert life.engine.table.rollbacks.tolist() == [0, 1, 0]
-    return life
+    inject(recorded.engine.networks[FAULTY])
+    recorded.step()
+    assert [(a.env, a.alarm, a.action) for a in recorded.engine.alarms] == [(FAULTY, alarm, "rolled back")]
+    assert recorded.engine.table.rollbacks.tolist() == [0, 1, 0]
+    return recorded
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("target", STAGES, ids=lambda s: s.name)
 def test_fault_is_rolled_back_without_affecting_other_environments(target: SeedStage, fault: str) -> None:
-    life = disturbed("digits", target, fault)
-    (alarm,) = life.engine.alarms
-    assert_restored(life, alarm.restored_step)
+    recorded = run_with_fault("digits", target, fault)
+    (alarm,) = recorded.engine.alarms
+    assert_restored(recorded, alarm.restored_step)
     for _ in range(2):
-        life.step()
-        assert life.engine.alarms == []  # one rollback is enough
-    assert [fingerprint(life.engine, env) for env in OTHERS] == undisturbed("digits", target, 3)
-    assert np.isfinite(life.engine.table.quality).all()
+        recorded.step()
+        assert recorded.engine.alarms == []  # one rollback is enough
+    assert [fingerprint(recorded.engine, env) for env in OTHERS] == fingerprints_without_fault("digits", target, 3)
+    assert np.isfinite(recorded.engine.table.quality).all()
 
 
 @pytest.mark.parametrize("fault", ["nan", "out of memory", "no memory in validation"])
 @pytest.mark.parametrize("target", [Stage.TRAINING, Stage.HOLDING, Stage.FOSSILIZED], ids=lambda s: s.name)
 @pytest.mark.parametrize("task", ["images", "words"])
 def test_fault_is_rolled_back_with_batch_norm_dropout_and_adamw(task: str, target: SeedStage, fault: str) -> None:
-    life = disturbed(task, target, fault)
-    (alarm,) = life.engine.alarms
-    assert_restored(life, alarm.restored_step)
-    life.step()
-    assert life.engine.alarms == []
-    assert [fingerprint(life.engine, env) for env in OTHERS] == undisturbed(task, target, 2)
+    recorded = run_with_fault(task, target, fault)
+    (alarm,) = recorded.engine.alarms
+    assert_restored(recorded, alarm.restored_step)
+    recorded.step()
+    assert recorded.engine.alarms == []
+    assert [fingerprint(recorded.engine, env) for env in OTHERS] == fingerprints_without_fault(task, target, 2)
 
 
 @pytest.fixture
-def bomb() -> Iterator[list[Exception]]:
+def build_errors() -> Iterator[list[Exception]]:
     """Register a valid blueprint that raises the exceptions in the list when it is built."""
     armed: list[Exception] = []
 
-    @blueprint("bomb", layouts=("vector", "map"))
+    @blueprint("raises_if_armed", layouts=("vector", "map"))
     def make(dim: int) -> nn.Module:
         if armed:
             raise armed.pop()
@@ -339,27 +339,27 @@ def bomb() -> Iterator[list[Exception]]:
         return last
 
     yield armed
-    unregister("bomb")
+    unregister("raises_if_armed")
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), torch.OutOfMemoryError("no"), MemoryError("no")], ids=repr)
 @pytest.mark.parametrize(
     "other", [Stage.DORMANT, Stage.TRAINING, Stage.BLENDING, Stage.FOSSILIZED], ids=lambda s: s.name
 )
-def test_failed_germination_is_rolled_back(bomb: list[Exception], error: Exception, other: SeedStage) -> None:
+def test_failed_germination_is_rolled_back(build_errors: list[Exception], error: Exception, other: SeedStage) -> None:
     side_by_side = msgspec.structs.replace(BY_HAND, one_at_a_time=False)
 
-    def run(armed: bool) -> Life:
-        life = Life(digits(), other)
-        life.engine.rules = side_by_side
+    def run(armed: bool) -> RecordedRun:
+        recorded = RecordedRun(digits(), other)
+        recorded.engine.rules = side_by_side
         actions = wait_everywhere(3)
-        actions[FAULTY, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, 2, blueprint_index("bomb")
-        bomb[:] = [error] if armed else []
+        actions[FAULTY, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, 2, blueprint_index("raises_if_armed")
+        build_errors[:] = [error] if armed else []
         if armed:
-            assert life.engine.step(actions).happened.all()
+            assert recorded.engine.step(actions).happened.all()
         else:
-            life.engine.step(wait_everywhere(3))
-        return life
+            recorded.engine.step(wait_everywhere(3))
+        return recorded
 
     faulty, sound = run(True), run(False)
     (alarm,) = faulty.engine.alarms
@@ -375,42 +375,42 @@ def test_failed_germination_is_rolled_back(bomb: list[Exception], error: Excepti
 
 def test_failed_optimiser_sync_leaves_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed is in its slot, but adding it to the optimiser fails."""
-    life = Life(digits(), Stage.DORMANT)
-    optimizer_sync = life.engine.networks[FAULTY].optimizer_sync
+    recorded = RecordedRun(digits(), Stage.DORMANT)
+    optimizer_sync = recorded.engine.networks[FAULTY].optimizer_sync
     monkeypatch.setattr(optimizer_sync, "_settle", lambda *_, **__: (_ for _ in ()).throw(MemoryError("full")))
-    life.target = Stage.GERMINATED
-    life.step()
+    recorded.target = Stage.GERMINATED
+    recorded.step()
     monkeypatch.undo()
-    (alarm,) = life.engine.alarms
-    assert_restored(life, alarm.restored_step)
-    life.target = Stage.TRAINING
+    (alarm,) = recorded.engine.alarms
+    assert_restored(recorded, alarm.restored_step)
+    recorded.target = Stage.TRAINING
     for _ in range(12):
-        life.step()
-    assert life.engine.table.stage[FAULTY, 0] == Stage.TRAINING  # the failed operation can be retried
+        recorded.step()
+    assert recorded.engine.table.stage[FAULTY, 0] == Stage.TRAINING  # the failed operation can be retried
 
 
 # -- rollback
 
 
-def poison(network: HostNetwork) -> None:
+def fill_with_nan(network: HostNetwork) -> None:
     with torch.no_grad():
         for p in network.body.parameters():
             p.fill_(math.nan)
 
 
 def test_fossil_newer_than_the_snapshot_is_removed() -> None:
-    life = Life(digits(), Stage.HOLDING)
-    engine = life.engine
+    recorded = RecordedRun(digits(), Stage.HOLDING)
+    engine = recorded.engine
     engine.governor._sound[FAULTY] = False  # an anomaly, so the commit takes no snapshot
-    life.target = Stage.FOSSILIZED
-    life.step()
+    recorded.target = Stage.FOSSILIZED
+    recorded.step()
     assert engine.table.stage[FAULTY, 0] == Stage.FOSSILIZED
     assert engine.governor._rows.stage[FAULTY, 0] != Stage.FOSSILIZED
-    poison(engine.networks[FAULTY])
-    life.step()
+    fill_with_nan(engine.networks[FAULTY])
+    recorded.step()
     (alarm,) = engine.alarms
     assert alarm.action == "rolled back"
-    assert_restored(life, alarm.restored_step)
+    assert_restored(recorded, alarm.restored_step)
     table = engine.table
     assert (table.stage[FAULTY, 0], table.cooldown[FAULTY, 0], table.params[FAULTY, 0]) == (Stage.PRUNED, 7, 0)
     for _ in range(10):
@@ -420,65 +420,65 @@ def test_fossil_newer_than_the_snapshot_is_removed() -> None:
 
 
 def test_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
-    life = Life(digits(), Stage.FOSSILIZED)
-    fossil = list(life.engine.networks[FAULTY].body.slots["r0c0"].parameters())
-    committed = len(life.past) - 1
-    poison(life.engine.networks[FAULTY])
-    life.step()
-    (alarm,) = life.engine.alarms
+    recorded = RecordedRun(digits(), Stage.FOSSILIZED)
+    fossil = list(recorded.engine.networks[FAULTY].body.slots["r0c0"].parameters())
+    committed = len(recorded.history) - 1
+    fill_with_nan(recorded.engine.networks[FAULTY])
+    recorded.step()
+    (alarm,) = recorded.engine.alarms
     assert alarm.restored_step == committed - 1  # the snapshot taken at the commit
-    assert_restored(life, alarm.restored_step)
-    assert list(life.engine.networks[FAULTY].body.slots["r0c0"].parameters()) == fossil
-    assert life.engine.table.stage[FAULTY, 0] == Stage.FOSSILIZED
-    assert life.engine.table.serial[FAULTY, 0] == 0
+    assert_restored(recorded, alarm.restored_step)
+    assert list(recorded.engine.networks[FAULTY].body.slots["r0c0"].parameters()) == fossil
+    assert recorded.engine.table.stage[FAULTY, 0] == Stage.FOSSILIZED
+    assert recorded.engine.table.serial[FAULTY, 0] == 0
     assert all(torch.isfinite(p).all() for p in fossil)
 
 
 def test_first_snapshot_contains_planted_fossils() -> None:
     engine = Engine(digits(), [0])
     engine.plant_fossils(0, {"r0c1": ("lora", 0)})  # type: ignore[dict-item]
-    poison_at_once = engine.networks[0]
-    weights = copied_tensors(poison_at_once)
-    spoil(math.nan)(poison_at_once)
+    network = engine.networks[0]
+    weights = copied_tensors(network)
+    overwrite_inputs(math.nan)(network)
     engine.step(wait_everywhere(1))
     assert engine.table.stage[0].tolist() == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
-    for p in poison_at_once.body.parameters():
-        assert torch.equal(copied_tensors(poison_at_once)[id(p)][0], weights[id(p)][0])
+    for p in network.body.parameters():
+        assert torch.equal(copied_tensors(network)[id(p)][0], weights[id(p)][0])
 
 
 def test_lost_optimiser_state_is_restored() -> None:
-    life = Life(digits(), Stage.FOSSILIZED, 5)
-    life.engine.networks[FAULTY].optimizer.state.clear()
-    spoil(math.nan)(life.engine.networks[FAULTY])
-    life.step()
-    assert_restored(life, life.engine.alarms[0].restored_step)
+    recorded = RecordedRun(digits(), Stage.FOSSILIZED, 5)
+    recorded.engine.networks[FAULTY].optimizer.state.clear()
+    overwrite_inputs(math.nan)(recorded.engine.networks[FAULTY])
+    recorded.step()
+    assert_restored(recorded, recorded.engine.alarms[0].restored_step)
 
 
 def test_rollback_starts_the_usual_cooldown() -> None:
-    life = disturbed("digits", Stage.BLENDING, "nan")
-    table, labels = life.engine.table, []
+    recorded = run_with_fault("digits", Stage.BLENDING, "nan")
+    table, labels = recorded.engine.table, []
     for _ in range(8):
         labels.append(Stage(int(table.stage[FAULTY, 0])))
-        life.engine.step(wait_everywhere(3))
+        recorded.engine.step(wait_everywhere(3))
     assert labels == [Stage.PRUNED, *[Stage.EMBARGOED] * 5, Stage.RESETTING, Stage.DORMANT]
 
 
 def test_rollback_keeps_a_running_cooldown() -> None:
-    life = Life(digits(), Stage.EMBARGOED)
-    ticks_left = int(life.engine.table.cooldown[FAULTY, 0])
-    spoil(math.nan)(life.engine.networks[FAULTY])
-    life.step()
-    assert life.engine.alarms[0].action == "rolled back"
-    assert life.engine.table.cooldown[FAULTY, 0] == ticks_left - 1
+    recorded = RecordedRun(digits(), Stage.EMBARGOED)
+    ticks_left = int(recorded.engine.table.cooldown[FAULTY, 0])
+    overwrite_inputs(math.nan)(recorded.engine.networks[FAULTY])
+    recorded.step()
+    assert recorded.engine.alarms[0].action == "rolled back"
+    assert recorded.engine.table.cooldown[FAULTY, 0] == ticks_left - 1
 
 
 def test_rollback_restores_the_table_except_step_and_serials() -> None:
-    life = Life(digits(), Stage.TRAINING, 6)
-    before = life.engine.table.rows([FAULTY])
-    spoil(math.nan)(life.engine.networks[FAULTY])
-    life.engine.step(decide(life.engine, Stage.TRAINING))
-    (alarm,) = life.engine.alarms
-    now, then = life.engine.table.rows([FAULTY]), life.past[alarm.restored_step]["table"]
+    recorded = RecordedRun(digits(), Stage.TRAINING, 6)
+    before = recorded.engine.table.rows([FAULTY])
+    overwrite_inputs(math.nan)(recorded.engine.networks[FAULTY])
+    recorded.engine.step(decide(recorded.engine, Stage.TRAINING))
+    (alarm,) = recorded.engine.alarms
+    now, then = recorded.engine.table.rows([FAULTY]), recorded.history[alarm.restored_step]["table"]
     assert alarm.restored_step < before.step[0]
     assert now.step[0] == before.step[0] + 1
     assert now.next_serial[0] == before.next_serial[0] == 1
@@ -490,15 +490,15 @@ def test_rollback_restores_the_table_except_step_and_serials() -> None:
 
 
 def test_failed_validation_after_rollback_keeps_snapshot_values() -> None:
-    life = Life(digits(), Stage.TRAINING, 4)
-    network = life.engine.networks[FAULTY]
+    recorded = RecordedRun(digits(), Stage.TRAINING, 4)
+    network = recorded.engine.networks[FAULTY]
     network.validate = lambda *_: (_ for _ in ()).throw(RuntimeError("never"))  # type: ignore[method-assign]
-    life.step()
-    (alarm,) = life.engine.alarms
-    then = life.past[alarm.restored_step]["table"]
-    assert life.engine.table.quality[FAULTY] == then.quality[0]
-    assert life.engine.table.val_loss[FAULTY] == then.val_loss[0]
-    worth = CounterfactualHelper().process_batch(life.engine)
+    recorded.step()
+    (alarm,) = recorded.engine.alarms
+    then = recorded.history[alarm.restored_step]["table"]
+    assert recorded.engine.table.quality[FAULTY] == then.quality[0]
+    assert recorded.engine.table.val_loss[FAULTY] == then.val_loss[0]
+    worth = CounterfactualHelper().process_batch(recorded.engine)
     assert worth[FAULTY].slots == ()
     assert math.isnan(worth[FAULTY].quality)
 
@@ -520,7 +520,7 @@ def test_non_finite_weights_are_detected_without_effect_on_the_loss() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_vital_covers_host_and_blended_seeds_only(task: str) -> None:
     for target in (Stage.TRAINING, Stage.BLENDING, Stage.FOSSILIZED):
-        network = Life(TASKS[task](), target).engine.networks[FAULTY]
+        network = RecordedRun(TASKS[task](), target).engine.networks[FAULTY]
         averages = network.average.by_tensor()
         seed = [averages[p] for p in network.body.slots["r0c0"].parameters()]
         is_active = [averages[p] for p in network.body.model.parameters()] + (seed if target != Stage.TRAINING else [])
@@ -536,8 +536,8 @@ def test_vital_covers_host_and_blended_seeds_only(task: str) -> None:
         for tensor in is_active:
             first = (0,) * tensor.dim()
             old = tensor[first].item()
-            for spoilt in (math.nan, math.inf):
-                tensor[first] = spoilt
+            for bad_value in (math.nan, math.inf):
+                tensor[first] = bad_value
                 assert not math.isfinite(network.vital)
             tensor[first] = old
         if target == Stage.TRAINING:
@@ -566,9 +566,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: int) 
 def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
     part: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = Life(digits(), Stage.HOLDING)
-    engine, network = life.engine, life.engine.networks[FAULTY]
-    poison(network)
+    recorded = RecordedRun(digits(), Stage.HOLDING)
+    engine, network = recorded.engine, recorded.engine.networks[FAULTY]
+    fill_with_nan(network)
     owner, name = {
         "drop": (network, "apply_effects"),
         "average": (network.average, "resync"),
@@ -577,18 +577,20 @@ def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
     monkeypatch.setattr(engine, "_operate", lambda _effects: None)  # no growth: only the rollback fails
     failing(monkeypatch, owner, name, times)
     for _ in range(times):
-        life.step()
+        recorded.step()
         (alarm,) = engine.alarms
         assert (alarm.env, alarm.action, alarm.restored_step) == (FAULTY, "not restored", None)
         assert np.isfinite(engine.table.quality).all()
         assert engine.table.rollbacks.tolist() == [0, 1, 0]  # one penalty for all attempts
-    life.step()
+    recorded.step()
     (alarm,) = engine.alarms
     assert (alarm.alarm, alarm.action) == ("exception", "rolled back")
-    assert_restored(life, alarm.restored_step)
+    assert_restored(recorded, alarm.restored_step)
     assert engine.table.rollbacks.tolist() == [0, 1, 0]
-    assert [fingerprint(engine, env) for env in OTHERS] == undisturbed("digits", Stage.HOLDING, times + 1)
-    life.step()
+    assert [fingerprint(engine, env) for env in OTHERS] == fingerprints_without_fault(
+        "digits", Stage.HOLDING, times + 1
+    )
+    recorded.step()
     assert engine.alarms == []
 
 
@@ -615,8 +617,8 @@ def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkey
 
 @pytest.mark.parametrize("where", ["weight", "optimiser"])
 def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
-    life = Life(words(), Stage.DORMANT)
-    network, snapshot = life.engine.networks[FAULTY], life.engine.governor.snapshots[FAULTY]
+    recorded = RecordedRun(words(), Stage.DORMANT)
+    network, snapshot = recorded.engine.networks[FAULTY], recorded.engine.governor.snapshots[FAULTY]
     copies = [c.clone() for c in snapshot.copies]
     weight = next(iter(network.body.model.parameters()))
     tensor = weight if where == "weight" else network.optimizer.state[weight]["exp_avg_sq"]
@@ -625,8 +627,8 @@ def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
     with pytest.raises(TrainingError, match=r"no snapshot is taken: .* not finite"):
         snapshot.take()
     assert all(torch.equal(a, b) for a, b in zip(copies, snapshot.copies, strict=True))
-    life.step()
-    assert [(a.env, a.action) for a in life.engine.alarms] == [(FAULTY, "rolled back")]
+    recorded.step()
+    assert [(a.env, a.action) for a in recorded.engine.alarms] == [(FAULTY, "rolled back")]
     assert math.isfinite(network.vital)
 
 
@@ -634,8 +636,8 @@ def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
 
 
 def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
-    life = Life(digits(), Stage.FOSSILIZED, 3)
-    engine = life.engine
+    recorded = RecordedRun(digits(), Stage.FOSSILIZED, 3)
+    engine = recorded.engine
     engine.networks[FAULTY].forward = lambda body, x, y: train_batch_loss(body, x * math.nan, y)
 
     def tensors() -> int:
@@ -664,8 +666,8 @@ def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
 
 
 def test_collapsed_host_is_restored_after_three_steps() -> None:
-    life = Life(images(), Stage.DORMANT, 20)
-    engine = life.engine
+    recorded = RecordedRun(images(), Stage.DORMANT, 20)
+    engine = recorded.engine
     network, before = engine.networks[FAULTY], engine.table.val_loss[FAULTY]
     assert before < 0.7 < math.log(3)
     network.optimizer.param_groups[0]["lr"] = 0.0
@@ -676,27 +678,27 @@ def test_collapsed_host_is_restored_after_three_steps() -> None:
             averages[p].zero_()
     actions = []
     for _ in range(3):
-        life.step()
+        recorded.step()
         actions += [(a.env, a.alarm, a.action) for a in engine.alarms]
     assert actions == [
         (FAULTY, "collapse", "counted"),
         (FAULTY, "collapse", "counted"),
         (FAULTY, "collapse", "rolled back"),
     ]
-    assert_restored(life, engine.alarms[0].restored_step)
+    assert_restored(recorded, engine.alarms[0].restored_step)
     assert engine.table.val_loss[FAULTY] < 0.75  # measured again
 
 
 def test_diverging_host_is_restored_with_its_learning_rate() -> None:
-    life = Life(digits(), Stage.DORMANT, 9)
-    for group in life.engine.networks[FAULTY].optimizer.param_groups:
+    recorded = RecordedRun(digits(), Stage.DORMANT, 9)
+    for group in recorded.engine.networks[FAULTY].optimizer.param_groups:
         group["lr"] = 300.0
     alarms = []
     for _ in range(3):
-        life.step()
-        alarms += [(a.alarm, a.action) for a in life.engine.alarms]
+        recorded.step()
+        alarms += [(a.alarm, a.action) for a in recorded.engine.alarms]
     assert alarms == [("divergence", "counted")] * 2 + [("divergence", "rolled back")]
-    assert_restored(life, life.engine.alarms[0].restored_step)
+    assert_restored(recorded, recorded.engine.alarms[0].restored_step)
 
 
 def test_errors_in_all_environments_for_three_steps_end_the_run() -> None:
@@ -737,20 +739,20 @@ def test_error_is_reported_once_with_location_and_frees_memory() -> None:
     engine = Engine(digits(), [0, 1])
     references: list[weakref.ref[Tensor]] = []
 
-    def greedy(_body: nn.Module, _x: Tensor, _y: Tensor) -> Any:
-        much = torch.zeros(1000)
-        references.append(weakref.ref(much))
+    def run_out_of_memory(_body: nn.Module, _x: Tensor, _y: Tensor) -> Any:
+        memory = torch.zeros(1000)
+        references.append(weakref.ref(memory))
         try:
             raise ValueError("inner")
         except ValueError as error:
-            raise torch.OutOfMemoryError(f"tried to\nallocate {much.numel()}") from error
+            raise torch.OutOfMemoryError(f"tried to\nallocate {memory.numel()}") from error
 
     def restore(env: int, table: SlotTable) -> Any:
         assert references[-1]() is None  # memory is released before the rollback
         return roll_back(env, table)
 
     roll_back, engine.governor.roll_back = engine.governor.roll_back, restore  # type: ignore[method-assign]
-    engine.networks[1].forward = greedy
+    engine.networks[1].forward = run_out_of_memory
     with warnings.catch_warnings(record=True) as result:
         warnings.simplefilter("always")
         engine.step(wait_everywhere(2))
@@ -773,7 +775,7 @@ def test_failed_snapshot_keeps_the_previous_one(monkeypatch: pytest.MonkeyPatch)
     assert [(a.env, a.alarm, a.action) for a in engine.alarms] == [(1, "exception", "seen")]
     assert engine.governor._rows.step.tolist() == [5, 0]
     monkeypatch.undo()
-    spoil(math.nan)(engine.networks[1])
+    overwrite_inputs(math.nan)(engine.networks[1])
     engine.step(wait_everywhere(2))
     assert engine.alarms[0].restored_step == 0
 
@@ -804,18 +806,18 @@ def test_dropout_does_not_depend_on_other_environments() -> None:
 # -- reward
 
 
-def grounded(worlds: list[int], epochs: int = 8, **reward: Any) -> GrowthVectorEnv:
+def digits_env(worlds: list[int], epochs: int = 8, **reward: Any) -> GrowthVectorEnv:
     backend = HostBackend(replace(digits(), epochs=epochs), rules=LIVELY)
     return GrowthVectorEnv(backend, worlds, reward=RewardConfig(**reward))
 
 
 def test_rollback_penalty_is_paid_in_its_step_and_does_not_end() -> None:
-    env = grounded([0, 1])
+    env = digits_env([0, 1])
     env.reset()
     for _ in range(4):
         env.step(wait_everywhere(2))
     before = env.utility
-    spoil(math.nan)(env.backend.engine.networks[1])  # type: ignore[attr-defined]
+    overwrite_inputs(math.nan)(env.backend.engine.networks[1])  # type: ignore[attr-defined]
     _, paid, ended, cut, info = env.step(wait_everywhere(2))
     assert env.backend.alarms[0].action == "rolled back"
     np.testing.assert_allclose(paid, env.utility - before - [0.0, 0.1], atol=1e-6)
@@ -836,7 +838,7 @@ def test_crashing_a_host_never_increases_the_return(seed: int) -> None:
     to a snapshot of the host without seeds earns only the penalty.
     """
     rng, penalty, epochs = np.random.default_rng(seed), 0.1, 7
-    env = grounded([0, 1, 2], epochs)
+    env = digits_env([0, 1, 2], epochs)
     env.reset()
     engine: Engine = env.backend.engine  # type: ignore[attr-defined]
     crashes = rng.random((epochs, 3)) < 0.3
@@ -890,21 +892,21 @@ def result(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, En
     engine, hub = Engine(digits(), [4, 5, 6], rules=BY_HAND), Listener()
     emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[4, 5, 6], host_params=1000, envs=[10, 11, 12])
     for t in range(40):
-        arrived = engine.table.stage[FAULTY, 0] == target and t >= 2
-        if arrived:
+        reached_target = engine.table.stage[FAULTY, 0] == target and t >= 2
+        if reached_target:
             FAULTS[fault][0](engine.networks[FAULTY])
             hub.clear()
-        actions = decide(engine, then if arrived else target)
+        actions = decide(engine, then if reached_target else target)
         emit.step(engine.table, actions, engine.step(actions))
         emit.governed(engine.alarms)
-        if arrived:
+        if reached_target:
             break
     emit.episode(engine.table, ["a", "b", "c"])
     return hub, engine
 
 
 @pytest.mark.parametrize(
-    ("target", "then", "lives"),
+    ("target", "then", "lifecycle"),
     [
         (Stage.TRAINING, Stage.TRAINING, [("TRAINING", "PRUNED", "governor")]),
         (
@@ -923,10 +925,10 @@ def result(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, En
 )
 @pytest.mark.parametrize("fault", ["nan", "error"])
 def test_rollback_emits_governor_and_lifecycle_events(
-    target: SeedStage, then: SeedStage, lives: list[Any], fault: str
+    target: SeedStage, then: SeedStage, lifecycle: list[Any], fault: str
 ) -> None:
     hub, engine = result(target, then, fault)
-    assert [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle)] == lives
+    assert [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle)] == lifecycle
     (event,) = hub.of(events.GovernorAlarm)
     (alarm,) = engine.alarms
     assert (event.env, event.episode, event.step) == (11, 1, engine.table.step[FAULTY])
@@ -941,7 +943,7 @@ def test_all_transitions_of_one_step_are_emitted() -> None:
     rules = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=1))  # GERMINATED → TRAINING is automatic
     engine, hub = Engine(digits(), [0], rules=rules), Listener()
     emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[0], host_params=1000)
-    spoil(math.nan)(engine.networks[0])
+    overwrite_inputs(math.nan)(engine.networks[0])
     actions = wait_everywhere(1)
     actions[0, [Head.OP, Head.BLUEPRINT]] = Op.GERMINATE, int(np.nonzero(engine.table.takes[0])[0][0])
     emit.step(engine.table, actions, engine.step(actions))
@@ -953,9 +955,9 @@ def test_all_transitions_of_one_step_are_emitted() -> None:
 
 
 def test_governor_settings_are_part_of_the_engine_config() -> None:
-    life = Life(digits(), Stage.DORMANT, 9, governor=GovernorConfig(patience=1, snapshot_every=2))
-    for group in life.engine.networks[FAULTY].optimizer.param_groups:
+    recorded = RecordedRun(digits(), Stage.DORMANT, 9, governor=GovernorConfig(patience=1, snapshot_every=2))
+    for group in recorded.engine.networks[FAULTY].optimizer.param_groups:
         group["lr"] = 300.0
-    life.step()
-    assert [(a.alarm, a.action) for a in life.engine.alarms] == [("divergence", "rolled back")]
-    assert life.engine.alarms[0].restored_step % 2 == 0
+    recorded.step()
+    assert [(a.alarm, a.action) for a in recorded.engine.alarms] == [("divergence", "rolled back")]
+    assert recorded.engine.alarms[0].restored_step % 2 == 0

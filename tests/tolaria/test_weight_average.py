@@ -15,7 +15,7 @@ def make_module() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
 
 
-def jiggle(module: nn.Module, seed: int) -> None:
+def add_noise(module: nn.Module, seed: int) -> None:
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
@@ -28,7 +28,7 @@ def test_average_matches_the_formula_with_warm_up(decay):
     average = WeightAverage(module, decay)
     slow = [p.detach().double() for p in module.parameters()]
     for n in range(1, 40):
-        jiggle(module, n)
+        add_noise(module, n)
         average.update()
         d = min(decay, (1 + n) / (10 + n))
         slow = [d * a + (1 - d) * p.detach().double() for a, p in zip(slow, module.parameters(), strict=True)]
@@ -39,7 +39,7 @@ def test_average_matches_the_formula_with_warm_up(decay):
 def test_resync_keeps_averages_and_adds_new_parameters():
     module = make_module()
     average = WeightAverage(module)
-    jiggle(module, 1)
+    add_noise(module, 1)
     average.update()
     averages = {t: a.clone() for t, a in average.by_tensor().items()}
 
@@ -51,7 +51,7 @@ def test_resync_keeps_averages_and_adds_new_parameters():
     for p, a in zip(average.tensors, average.average, strict=True):
         assert torch.equal(a, averages.get(p, p))
         assert a is not p
-    jiggle(module, 2)
+    add_noise(module, 2)
     average.update()
     assert average.updates == 2
 
@@ -60,7 +60,7 @@ def test_restart_resets_the_average_and_the_warm_up():
     module = make_module()
     average = WeightAverage(module)
     for n in range(3):
-        jiggle(module, n)
+        add_noise(module, n)
         average.update()
     average.restart()
     assert average.updates == 0
@@ -70,7 +70,7 @@ def test_restart_resets_the_average_and_the_warm_up():
 def test_applied_restores_the_weights_after_an_exception():
     module = make_module()
     average = WeightAverage(module)
-    jiggle(module, 1)
+    add_noise(module, 1)
     average.update()
     params = list(module.parameters())
     weights, mean = [p.detach().clone() for p in params], [a.clone() for a in average.average]

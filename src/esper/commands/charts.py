@@ -34,7 +34,10 @@ def tick_labels(values: Sequence[float], unit: str) -> list[str]:
     return [f"{v * scale:.{digits}f}{tail}".replace("-", "−") for v in values]
 
 
-LEFT, WIDTH, ROW, TOP = 250, 560, 34, 56
+LEFT = 250
+WIDTH = 560
+ROW = 34
+TOP = 56
 COLOURS = ("#0072b2", "#777777")  # the first row, and the others
 
 
@@ -63,7 +66,8 @@ def dots(rows: Sequence[tuple[str, Sequence[float]]], title: str) -> str:
                 f'<text x="{x(tick):.1f}" y="{height - 10}" text-anchor="middle" fill="#555">{number_text(tick)}</text>'
             )
     for i, (name, row) in enumerate(rows):
-        y, colour = TOP + ROW * (i + 0.5), COLOURS[min(i, 1)]
+        y = TOP + ROW * (i + 0.5)
+        colour = COLOURS[min(i, 1)]
         parts.append(f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{escape(name)}</text>')
         parts += [
             f'<circle cx="{x(v):.1f}" cy="{y + 5 * (k % 3 - 1):.1f}" r="3" fill="{colour}" fill-opacity="0.45"/>'

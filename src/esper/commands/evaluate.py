@@ -50,10 +50,13 @@ from esper.simic.training.vectorized import make_backend
 from esper.tamiyo.controllers import CONTROLLERS, make_controller
 from esper.tolaria.tasks import Task
 
-BEST_SCHEDULE, BEST_PER_KIND, BEST_PER_IMPAIRMENT, SEARCH = (
-    "best-schedule", "best-per-kind", "best-per-impairment", "search",
-)  # fmt: skip
-FROM_START, WIDER, DEEPER = "from-start", "wider", "deeper"
+BEST_SCHEDULE = "best-schedule"
+BEST_PER_KIND = "best-per-kind"
+BEST_PER_IMPAIRMENT = "best-per-impairment"
+SEARCH = "search"
+FROM_START = "from-start"
+WIDER = "wider"
+DEEPER = "deeper"
 STATIC = {
     FROM_START: "same structure from step 0",
     WIDER: "wider host of equal size",
@@ -83,15 +86,20 @@ class ControllerComparison:
         self, config: TrainConfig, *, data_root: Path | None = None, baselines: Sequence[Path] = (),
         search_episodes: int | None = None, fit_task: str | None = None, plans: PlanTable | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.search_episodes, self.plans = config, search_episodes, plans
+        self.config = config
+        self.search_episodes = search_episodes
+        self.plans = plans
         if plans is not None:
             if fit_task is not None or search_episodes is not None:
                 raise ConfigError("--plans replaces the search: do not use --fit-task and --search-episodes with it")
             self.must_fit(plans)
             fit_task = None if plans.task == config.task else plans.task
         self.backend = make_backend(config, [0], data_root, baselines=baselines)
-        self.fitting, self.fitting_worlds, self.fit_task = self.backend, range(config.pool), fit_task
-        """Backend and training worlds in which plans are fitted."""
+        self.fit_task = fit_task
+        self.fitting = self.backend
+        """Backend in which plans are fitted."""
+        self.fitting_worlds = range(config.pool)
+        """Training worlds in which plans are fitted."""
         if fit_task is not None:
             if config.simulated:
                 raise ConfigError("--fit-task needs real hosts; do not use it with --sim")
@@ -198,7 +206,9 @@ class ControllerComparison:
     def play_static(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         """Play a static host of the size or structure that the first controller grew."""
         assert isinstance(self.backend, (HostBackend, FamilyBackend))
-        grown, reward, label = before[0], self.config.reward, STATIC[name]
+        grown = before[0]
+        reward = self.config.reward
+        label = STATIC[name]
         if name == FROM_START:
             return from_start(self.backend, grown, reward, label)
         enlarge = Task.widened if name == WIDER else Task.deepened
@@ -217,7 +227,9 @@ class ControllerComparison:
 
     def play_fitted(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         """Search for fixed plans and follow them."""
-        config, reward, backend = self.config, self.config.reward, self.backend
+        config = self.config
+        reward = self.config.reward
+        backend = self.backend
         if isinstance(backend, Simulator):
             plan, _ = best_plan(backend.config, range(64), config.rules, reward, beam=48)
             return play(backend, FollowPlans([plan]), worlds, reward, f"best schedule ({len(plan)} seeds)")
@@ -229,7 +241,8 @@ class ControllerComparison:
                 for world, macs in zip(worlds, before[0].train_macs.tolist(), strict=True)
             ]
             return Played.gather(label, parts)
-        fitting, of_task = self.fitting, f" of {self.fit_task}" if self.fit_task else ""
+        fitting = self.fitting
+        of_task = f" of {self.fit_task}" if self.fit_task else ""
         assert isinstance(fitting, (HostBackend, FamilyBackend))
         episodes = self.search_episodes or EPISODES_PER_PLAN * len(plans_of(fitting))
         if name == BEST_SCHEDULE:

@@ -178,7 +178,8 @@ class Plain:
 
     def input(self) -> dict[str, Any]:
         """Return the model's input: shape, dtype, and preprocessing of pixels or characters."""
-        host, x = self.host, self.host.inputs
+        host = self.host
+        x = self.host.inputs
         facts: dict[str, Any] = {"shape": ["batch", *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")}
         source = SOURCES.get(host.data["name"])
         if source is not None and source.mean:

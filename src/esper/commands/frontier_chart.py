@@ -14,8 +14,11 @@ from esper.leyline.text import escape
 from esper.studies.rendering import METRICS
 from esper.studies.statistics import Summary
 
-LEFT, TOP, RIGHT, BOTTOM = 64, 44, 584, 344
-"""The plot area in pixels."""
+# the edges of the plot area in pixels
+LEFT = 64
+TOP = 44
+RIGHT = 584
+BOTTOM = 344
 COLOURS = 8
 """Number of colours of curves."""
 NAME_HEIGHT = 15

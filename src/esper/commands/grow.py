@@ -118,11 +118,13 @@ def _grow(
     settings: GrowSettings, options: GrowOptions, path: Path | None, saved: Saved | None, lock: Lock | None = None
 ) -> None:
     torch.set_num_threads(settings.threads)
-    console, task = Console(), world_task(settings.task, settings.seed)
+    console = Console()
+    task = world_task(settings.task, settings.seed)
     controller = make_controller(settings.controller_path or settings.controller)
     task = dataclasses.replace(task, epochs=settings.epochs or task.epochs, lr_schedule=settings.lr_schedule)  # type: ignore[arg-type]
     rules = Rules(birth=settings.birth)  # type: ignore[arg-type]
-    config, level = EngineConfig(incubation=settings.incubation), level_by_name(settings.telemetry)  # type: ignore[arg-type]
+    config = EngineConfig(incubation=settings.incubation)  # type: ignore[arg-type]
+    level = level_by_name(settings.telemetry)
     data = task.load_data(options.data_root)
     exact = exact_for(settings, config, task, data, controller)
     if saved is not None:
@@ -195,7 +197,9 @@ def _train_all(
     comparison: HostComparison, settings: GrowSettings, controller: Controller, saved: Saved | None, console: Console
 ) -> Worth:
     """Train the growing host and the hosts to compare with, from the start or from a checkpoint. Return its worth."""
-    task, run, engine = comparison.task, comparison.run, comparison.engine()
+    task = comparison.task
+    run = comparison.run
+    engine = comparison.engine()
     names = HOSTS_COMPARED if settings.compare and settings.controller != "none" else HOSTS_COMPARED[:1]
     if isinstance(controller, Learned):
         context = context_of(engine.networks[0].body, task.epochs, engine.rules.thresholds, comparison.data.classes)
@@ -252,7 +256,8 @@ def summary(results: list[HostResult]) -> Table:
 
 def measured_worth(engine: Engine) -> Worth:
     """Return the worth of every seed at the end, on the validation split with averaged weights."""
-    network, split = engine.networks[0], engine.data.val
+    network = engine.networks[0]
+    split = engine.data.val
     with network.average.applied():
         return report(network.body, [(split.x, split.y)], score, calibration=engine.calibration)
 

@@ -42,7 +42,10 @@ from esper.tolaria.reproducibility import fingerprint
 from esper.tolaria.rollout import PhaseTimers, rollout
 from esper.tolaria.tasks import Task
 
-GROWN, NO_GROWTH, FROM_START, WIDER = "grown", "no growth", "same structure from step 0", "wider host of equal size"
+GROWN = "grown"
+NO_GROWTH = "no growth"
+FROM_START = "same structure from step 0"
+WIDER = "wider host of equal size"
 HOSTS_COMPARED = (GROWN, NO_GROWTH, FROM_START, WIDER)
 GROW, RUN = "grow", "run"
 """Names of the documents in a checkpoint: the state of the hosts, and what is read before they are built."""
@@ -136,7 +139,9 @@ class GrowCheckpointer:
     """Writes the checkpoints of a run. A failed write gives a warning and does not end the run."""
 
     def __init__(self, run: Run, settings: GrowSettings, exact: dict[str, str]) -> None:
-        self.run, self.settings, self.exact = run, settings, exact
+        self.run = run
+        self.settings = settings
+        self.exact = exact
         self.checkpoints = Checkpoints(run.path / CHECKPOINTS, keep=KEEP)
         self.last = ""
         self.schedule = CheckpointSchedule(run.hub, CHECKPOINT_SHARE)
@@ -223,7 +228,10 @@ class HostComparison:
 
     def train(self, name: str, engine: Engine, controller: Controller) -> HostResult:
         """Train one host for the task's remaining epochs, with display and telemetry. Return its result."""
-        result, helper, phases, emit = HostResult(name), CounterfactualHelper(), self.phases, self.emitter(name, engine)
+        result = HostResult(name)
+        helper = CounterfactualHelper()
+        phases = self.phases
+        emit = self.emitter(name, engine)
         if self.saved is None:
             emit.planted(engine.table)
         else:

@@ -35,7 +35,8 @@ def list_tasks() -> None:
         rows.append((task.name, task.host, f"{size:,}", data, str(len(task.slots)), str(task.epochs)))
     for family in FAMILIES.values():
         data = "/".join(d if d in EMBEDDED else f"{d}*" for d in family.datasets)
-        slots, epochs = {len(family.task(world).slots) for world in range(FAMILY_SAMPLE)}, family.epochs
+        slots = {len(family.task(world).slots) for world in range(FAMILY_SAMPLE)}
+        epochs = family.epochs
         ranges = [f"{min(each)}–{max(each)}" if len(set(each)) > 1 else str(max(each)) for each in (slots, epochs)]
         rows.append((family.name, family.host, "varies", data, *ranges))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

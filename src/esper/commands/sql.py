@@ -26,8 +26,13 @@ from esper.nissa.run_list import manifest_of
 
 SHOWN_ROWS = 200
 """Default number of rows of a table on the screen. JSON and CSV contain all rows."""
-LONGEST_NAME, LONGEST_CELL, MOST_ITEMS = 100, 500, 100
-"""Limits of a table: characters of a column name and of a cell, and values of a list. JSON and CSV have no limits."""
+# limits of a table; JSON and CSV have no limits
+LONGEST_NAME = 100
+"""Most characters of a column name."""
+LONGEST_CELL = 500
+"""Most characters of a cell."""
+MOST_ITEMS = 100
+"""Most values of a list."""
 NUMBERS = ("INT", "DOUBLE", "FLOAT", "DECIMAL")
 NOTHING = "–"
 

@@ -101,7 +101,8 @@ def settings_files() -> Iterator[Generated]:
     """Yield the page of each study of settings that has saved results."""
     for study in SETTINGS_STUDIES.values():
         if study.saved.exists():
-            finished, jobs = current_trainings(study), len(study.jobs())
+            finished = current_trainings(study)
+            jobs = len(study.jobs())
             missing = "" if len(finished) == jobs else f"\n\n**Unfinished: {len(finished)} of {jobs} trainings.**"
             table = f"{ranking_title(study)}:\n\n{markdown_table(ranking(study, finished))}"
             command = f"Command: `esper study {study.name} --save`"

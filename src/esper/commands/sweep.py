@@ -164,7 +164,9 @@ class Sweep:
     """The runs of one `esper sweep` process. On leaving, its runs are stopped and its leases released."""
 
     def __init__(self, plan: SweepPlan, directory: Path, workers: int) -> None:
-        self.plan, self.directory, self.workers = plan, directory, workers
+        self.plan = plan
+        self.directory = directory
+        self.workers = workers
         self.failures: list[str] = []
         self._running: dict[Job, tuple[subprocess.Popen[bytes], Lease]] = {}
 
@@ -259,7 +261,9 @@ class Lease:
     """An exclusive file that names the process working on a run."""
 
     def __init__(self, path: Path, fd: int) -> None:
-        self.path, self.fd, self.touched = path, fd, time.monotonic()
+        self.path = path
+        self.fd = fd
+        self.touched = time.monotonic()
 
     @classmethod
     def take(cls, path: Path) -> Lease | None:

@@ -152,7 +152,8 @@ def last_checkpoint(path: Path, rounds: int | None) -> tuple[Saved, TrainConfig]
         if not owns_run():
             warnings.simplefilter("ignore")  # rank 0 warns
         saved = checkpoint_of(path, "train", facts_of)
-    settings, done = run_metadata(saved)["config"], run_metadata(saved)["done"]
+    settings = run_metadata(saved)["config"]
+    done = run_metadata(saved)["done"]
     planned = int(settings.get("rounds", 0))
     if rounds is not None and rounds < planned:
         raise ConfigError(f"--rounds can only be increased: {path} was started with {planned} rounds, got {rounds}")
@@ -178,7 +179,8 @@ def run_rank_zero(
     lock: Lock | None,
 ) -> Path:  # fmt: skip
     """Run the command as rank 0, which owns the run directory. Return the directory."""
-    console, label = Console(), config.task_label
+    console = Console()
+    label = config.task_label
     env = make_env(config, options.data_root, group)  # an error in data, device or policy leaves no run behind
     if saved is not None:
         must_fit(differences(saved, config, env.backend), options.allow_inexact)
@@ -285,7 +287,8 @@ def recording(
 ) -> AbstractContextManager[Run]:
     """Return the context of a new run, or of an earlier one that is resumed."""
     if saved is not None and options.resume is not None:
-        next_seq, changes = run_metadata(saved)["next_seq"], {"config": as_tree(config)}
+        next_seq = run_metadata(saved)["next_seq"]
+        changes = {"config": as_tree(config)}
         return record_on(
             options.resume, next_seq, level=config.telemetry, manifest=changes, track=options.track,
             lock=lock,
@@ -319,7 +322,8 @@ def run_other_rank(config: TrainConfig, saved: Saved | None, options: TrainOptio
 
 def settings_line(config: TrainConfig) -> str:
     """Return the settings that differ from the defaults, and the most important ones."""
-    usual, mine = as_tree(TrainConfig()), as_tree(config)
+    usual = as_tree(TrainConfig())
+    mine = as_tree(config)
     shown = [f"{k}={mine[k]}" for k in ("task", "seed", "rounds", "envs") if not (k == "task" and config.simulated)]
     shown += ["simulated hosts"] if config.simulated else []
     shown += [f"plans of {len(config.plans)} worlds"] if config.plans else []
@@ -337,7 +341,10 @@ class ProgressDisplay:
     """Progress output: a bar in a terminal, else a line every few rounds."""
 
     def __init__(self, console: Console, config: TrainConfig, done: int = 0) -> None:
-        self.console, self.rounds, self.done, self.start = console, config.rounds, done, time.monotonic()
+        self.console = console
+        self.rounds = config.rounds
+        self.done = done
+        self.start = time.monotonic()
         self.every = max(1, config.rounds // 12)
         self.imitation = config.imitation
         self.bar = Progress(

@@ -32,7 +32,9 @@ class Workers:
             raise ConfigError(
                 "--workers cannot be used under torchrun, which has already started the ranks. Remove one of them"
             )
-        self.count, self.processes, self.place = count, [], None  # type: tuple[int, list[subprocess.Popen[bytes]], Path | None]
+        self.count = count
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.place: Path | None = None
         self.is_parent = RENDEZVOUS not in os.environ
 
     def __enter__(self) -> Workers:

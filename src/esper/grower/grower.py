@@ -142,7 +142,9 @@ class Grower(Operations, Measuring):
         )
         self.ranks = Ranks(body, process_group)
         host_params = self.network.host_size
-        self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
+        self.body = body
+        self.optimizer = optimizer
+        self.rules = rules or Rules()
         self.horizon = DEFAULT_HORIZON if horizon is None else horizon
         self._mixing_steps = 0 if horizon is None else mixing_steps
         self.table = SlotTable.empty(1, len(body.slots), takes=takes_of(body))
@@ -241,7 +243,8 @@ class Grower(Operations, Measuring):
         self.emit.step(
             self.table, actions, Outcome(done.happened, done.effects + ticked), allowed, unmeasured=unmeasured
         )
-        op, names = Op(int(self.table.last_op[0])), self.network.slot_names
+        op = Op(int(self.table.last_op[0]))
+        names = self.network.slot_names
         return StepReport(
             quality=measured.quality if measured else float("nan"),
             committed=measured.committed if measured else float("nan"),

@@ -87,7 +87,8 @@ class Measuring:
 
     def _measure(self, val_batches: Iterable[Any] | None) -> Measured | None:
         """Write the measurements on all ranks' batches to the table and return them; None if there are no batches."""
-        result, share = None, ValidationShare(() if val_batches is None else val_batches, self.ranks)
+        result = None
+        share = ValidationShare(() if val_batches is None else val_batches, self.ranks)
         if val_batches is not None:
             result = self._evaluate(share, self.ranks.gather)
         else:

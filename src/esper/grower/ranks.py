@@ -217,7 +217,9 @@ class ValidationShare:
     """The validation batches of one rank, and a checksum of those iterated so far."""
 
     def __init__(self, batches: Iterable[Any], ranks: Ranks) -> None:
-        self.batches, self.ranks, self.checksum = batches, ranks, 0
+        self.batches = batches
+        self.ranks = ranks
+        self.checksum = 0
 
     def __iter__(self) -> Iterator[Any]:
         self.checksum = 0

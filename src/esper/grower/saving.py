@@ -55,7 +55,8 @@ def save(grower: Grower, directory: Path, *, keep: int, extra: Any) -> Written:
     """Write a checkpoint below `directory` and remove all but the last `keep`."""
     state = grower_state(grower, extra)
     name = f"epoch{int(grower.table.step[0]):05d}-batch{state.batches:07d}"
-    weights, grads = weights_of(grower.body), dict(gradients(grower.body))  # all ranks: collective if sharded
+    weights = weights_of(grower.body)  # all ranks: collective if sharded, as are the gradients
+    grads = dict(gradients(grower.body))
     if not grower.ranks.is_rank_zero:
         return save_rank(grower, directory, name, keep=keep)
     document, tensors = packed(state_tree(state))

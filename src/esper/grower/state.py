@@ -126,7 +126,8 @@ def check(grower: Grower, saved: GrowerState, weights: Mapping[str, Tensor], gra
     body = grower.body
     check_slots(saved, body)
     check_table(saved, grower.table)
-    state, params = dict(body.model.state_dict()), {f"model.{n}": p for n, p in body.model.named_parameters()}
+    state = dict(body.model.state_dict())
+    params = {f"model.{n}": p for n, p in body.model.named_parameters()}
     for name, slot in trial_seeds(saved, body).items():
         prefix = f"esper.{name.replace('.', '/')}."
         state |= {prefix + n: value for n, value in slot.state_dict().items()}

@@ -187,7 +187,8 @@ def mean_series(run: RunState) -> Json | None:
     for i, name in enumerate(names[1:-1], 1):
         is_measured = ~np.isnan(rows[:, i])
         if is_measured.any():
-            of, values = group[is_measured], rows[is_measured, i]
+            of = group[is_measured]
+            values = rows[is_measured, i]
             count = np.bincount(of, minlength=len(steps))
             with np.errstate(invalid="ignore"):
                 mean = np.bincount(of, values, minlength=len(steps)) / np.where(count, count, np.nan)

@@ -56,7 +56,9 @@ class SlotHistory:
             self.intervals.pop()  # repeated by a resumed run, or passed within one epoch
         last = self.intervals[-1] if self.intervals else None
         if last and last.stage == stage and last.blueprint in ("", blueprint) and step <= last.end + 1:
-            last.blueprint, last.start, last.end = blueprint, min(last.start, step), step
+            last.blueprint = blueprint
+            last.start = min(last.start, step)
+            last.end = step
             return
         if last:
             last.end = min(last.end, step - 1)
@@ -170,7 +172,8 @@ class EpisodeState:
 
     def _add_step(self, d: Step, position: int) -> None:
         """Add a step. Slots are updated only if something changed, which is rare."""
-        step, before = d.step, self.newest
+        step = d.step
+        before = self.newest
         if step != self.last_step + 1:
             before = None
             self._jump(step)
@@ -184,7 +187,9 @@ class EpisodeState:
                 self._set_stages(d)
             if before is None or d.alphas != before.alphas:
                 self._set_alphas(d, before)
-        self.newest, self.last_step, self.world = d, step, d.world
+        self.newest = d
+        self.last_step = step
+        self.world = d.world
 
     def _set_stages(self, d: Step) -> None:
         self._settle()

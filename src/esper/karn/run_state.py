@@ -270,14 +270,16 @@ class RunState:
         self._list(d)
         before = self.episodes
         episode = self._collect(d)
-        episode.result, episode.last_s = d, d.time_s
+        episode.result = d
+        episode.last_s = d.time_s
         if self.episodes > before:  # no step of it was recorded
             self.env_steps += d.steps
         self.changed["rounds"] = self.position
         self._see_quality(d.quality)
         self._see_quality(d.quality_best)
         self.rounds.add(d.episode, _round_values(d))
-        quality, best = d.quality, None if self.best is None else self.best.quality
+        quality = d.quality
+        best = None if self.best is None else self.best.quality
         if quality is not None and math.isfinite(quality) and (best is None or quality > best):
             self.best = episode
 

@@ -68,7 +68,8 @@ class Runs:
         duckdb = _duckdb()
         if not paths:
             raise ConfigError("no run was given: pass at least one run directory")
-        self._error, self._tokenize = duckdb.Error, duckdb.tokenize
+        self._error = duckdb.Error
+        self._tokenize = duckdb.tokenize
         self._allowed = {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI, duckdb.StatementType.EXPLAIN}
         self._db: DuckDBPyConnection = duckdb.connect(":memory:")
         self.troubles: list[str] = []

@@ -8,8 +8,14 @@ from typing import Any, Protocol
 from esper.leyline.errors import ConfigError
 from esper.leyline.text import escape
 
-ROW, BAR, LEFT, WIDTH, CELL = 44, 13, 150, 360, 44
-BLUE, ORANGE, DARK = (57, 106, 177), (218, 124, 48), (50, 50, 50)
+ROW = 44
+BAR = 13
+LEFT = 150
+WIDTH = 360
+CELL = 44
+BLUE = (57, 106, 177)
+ORANGE = (218, 124, 48)
+DARK = (50, 50, 50)
 BARS = (("contribution", BLUE), ("shapley", ORANGE))
 Colour = tuple[int, int, int]
 
@@ -90,7 +96,8 @@ def plot_worth(worth: Measured, path: str | Path) -> Path:
     if path.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"the suffix of a plot must be .svg or .png, got {path.name!r}")
     facts = worth.to_dict()
-    slots, size = facts["slots"], max(len(facts["slots"]), 2)
+    slots = facts["slots"]
+    size = max(len(facts["slots"]), 2)
     canvas = _Canvas(LEFT + WIDTH + 110 + size * CELL, 90 + size * ROW)
     quality, se, committed = (_shown(facts[name]) for name in ("quality", "quality_se", "committed"))
     canvas.text(16, 24, f"quality {quality} ± {se} (standard error), without these seeds {committed}")

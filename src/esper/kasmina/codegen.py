@@ -150,7 +150,8 @@ def _forward(module: nn.Module) -> list[str]:
     nodes = list(graph.nodes)
     following = dict(pairwise(nodes))
     texts: dict[fx.Node, tuple[str, bool]] = {}  # node → its text, and whether it needs brackets
-    inputs, lines = ["self"], []
+    inputs = ["self"]
+    lines = []
     for node in nodes:
         if node.op == "placeholder":
             inputs.append(str(node.target) + (f"={node.args[0]!r}" if node.args else ""))
@@ -182,7 +183,8 @@ TextOf = Callable[[fx.Node], tuple[str, bool]]
 def _step(node: fx.Node, text_of: TextOf) -> tuple[str, bool]:
     """Return one step as an expression, and whether it needs brackets inside another."""
     args = [_value(a, text_of) for a in node.args]
-    positional, keywords = [text for text, _ in args], [f"{k}={_value(v, text_of)[0]}" for k, v in node.kwargs.items()]
+    positional = [text for text, _ in args]
+    keywords = [f"{k}={_value(v, text_of)[0]}" for k, v in node.kwargs.items()]
     call = ", ".join([*positional, *keywords])
     if node.op == "output":
         return args[0]

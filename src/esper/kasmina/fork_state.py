@@ -103,7 +103,8 @@ class ForkState:
             raise ForkError(f"the model does not accept several configurations at once ({error})") from error
 
     def _run(self, batch: Any, size: int, plan: ForkPlan) -> Any:
-        plan.batch, plan.done = size, 0
+        plan.batch = size
+        plan.done = 0
         with attached(plan, self.slots.values(), self.model):
             args, kwargs = plan.at_input("", as_arguments(batch))
             with torch.compiler.set_stance("force_eager"):
@@ -165,8 +166,10 @@ class ForkState:
 
     def _find_point(self, slot: Slot, probe: Any, sequence: list[ForkPoint]) -> ForkPoint | None:
         """Return the innermost point at which this slot can fork, or None."""
-        slot.seed, slot.stage = _Noise(slot.spec.batch_axis), SeedStage.TRAINING
-        own, size = slot.name, PROBE_SAMPLES
+        slot.seed = _Noise(slot.spec.batch_axis)
+        slot.stage = SeedStage.TRAINING
+        own = slot.name
+        size = PROBE_SAMPLES
         candidates = [ForkPoint(False, own), *(ForkPoint(True, name) for name in _enclosing(slot.module_name))]
         try:
             expected = [self.outputs(probe, size, ForkPlan.single([on], [own]))[0] for on in (False, True)]
@@ -203,7 +206,8 @@ def attached(plan: ForkPlan, slots: Iterable[Slot], model: nn.Module) -> Iterato
     handles = []
     try:
         for slot, _ in players:
-            slot.mode, slot.fork = Mode.FORK, plan
+            slot.mode = Mode.FORK
+            slot.fork = plan
         for name in {f.point.name for f in plan.forks if f.point.at_input and f.point.name}:
 
             def expand(_module: nn.Module, args: Any, kwargs: Any, name: str = name) -> Any:
@@ -216,7 +220,8 @@ def attached(plan: ForkPlan, slots: Iterable[Slot], model: nn.Module) -> Iterato
         for handle in handles:
             handle.remove()
         for slot, mode in players:
-            slot.mode, slot.fork = mode, None
+            slot.mode = mode
+            slot.fork = None
 
 
 class _Noise(nn.Module):

@@ -171,7 +171,8 @@ class ForkPlan:
         """Return the arguments of a module, expanded to the rows after its fork if it forks here."""
         if self.alone or not self._next_is(ForkPoint(True, name)):
             return arguments
-        before, parents = self.rows * self.batch, self.forks[self.done].parents
+        before = self.rows * self.batch
+        parents = self.forks[self.done].parents
         self.done += 1
         leaves, form = pytree.tree_flatten(arguments)
         flags = batched_leaves(arguments, before, self.arguments.get(name))
@@ -353,7 +354,9 @@ class _NormForward:
     """Replacement for a norm's `forward` while a plan is attached."""
 
     def __init__(self, norm: Norm, plan: ForkPlan) -> None:
-        self.norm, self.plan, self.plain = norm, plan, norm.forward
+        self.norm = norm
+        self.plan = plan
+        self.plain = norm.forward
 
     def __call__(self, x: Tensor) -> Tensor:
         norms = self.plan.norms

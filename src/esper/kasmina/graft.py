@@ -161,7 +161,8 @@ def find_specs(
     channels_first = channels_first_modules(model, probe, selects)
     specs: dict[str, FeatureSpec] = {}
     for name, each in features.items():
-        module, is_signal = model.get_submodule(name), name in channels_first
+        module = model.get_submodule(name)
+        is_signal = name in channels_first
         kinds = [spec_of(name, h, module, select, is_signal=is_signal) for select, h in each]
         if len({(spec.layout, spec.dim) for spec in kinds}) > 1:
             shapes = ", ".join(str(spec.shape) for spec in kinds)
@@ -392,7 +393,8 @@ def spec_of(name: str, features: Tensor, module: nn.Module, select: Select, *, i
             f"module {name!r} returns shape {tuple(features.shape)}, for which there is no blueprint. Slots take "
             f"{KINDS}. Graft after a neighbouring module."
         )
-    batch_axis, swapped = 0, None
+    batch_axis = 0
+    swapped = None
     is_time_major = isinstance(module, nn.RNNBase) and (_is_state(module, select) or not module.batch_first)
     if layout == Layout.SEQUENCE and (features.shape[0] != PROBE_SAMPLES or is_time_major):
         batch_axis = 1

@@ -41,8 +41,10 @@ class _Blend(nn.Module):
     def __init__(self, slot: Slot) -> None:
         super().__init__()
         assert slot.seed is not None
-        self.seed, self.gate = slot.seed, slot.gate
-        self.alpha, self.operator = slot.amplitude, slot.operator
+        self.seed = slot.seed
+        self.gate = slot.gate
+        self.alpha = slot.amplitude
+        self.operator = slot.operator
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the features with the seed blended in."""
@@ -226,7 +228,8 @@ def _probed_masks(body: Body) -> dict[str, _ProbedMask]:
 
 def _mask(mask: fx.Node, probed: _ProbedMask) -> tuple[fx.Node]:
     """Return a host module's mask in the form for a seed, converted as the one in the probe must be."""
-    value, excludes = probed.value, EXCLUDES[probed.argument.name]
+    value = probed.value
+    excludes = EXCLUDES[probed.argument.name]
     if value is None or (value.ndim == 4 and (value.is_floating_point() or value.dtype == torch.bool)):
         return (mask,)  # attention takes it as it is, and None as well
     if value.ndim == 2:

@@ -50,7 +50,9 @@ class OptimizerSync:
 
     def __init__(self, body: Body, optimizer: Optimizer, *, rng_seed: int = 0, **seed_options: Any) -> None:
         refuse(body, optimizer)
-        self.body, self.optimizer, self.rng_seed = body, optimizer, rng_seed
+        self.body = body
+        self.optimizer = optimizer
+        self.rng_seed = rng_seed
         self.on_change: list[Callable[[Effect, Slot], None]] = []
         self.names = list(body.slots)
         self.positions: dict[nn.Parameter, tuple[int, int]] = {}  # seed parameter → (slot index, index within the slot)
@@ -89,7 +91,8 @@ class OptimizerSync:
         """Carry out one effect: plant the seed that the table describes, remove or commit it, or set its operator."""
         if kind == EffectKind.BUILD:
             rng_seed = derive_seed(self.rng_seed, "seed", slot.name, int(table.serial[at]))
-            operator, blueprint = Operator(int(table.operator[at])), blueprint_name(int(table.blueprint[at]))
+            operator = Operator(int(table.operator[at]))
+            blueprint = blueprint_name(int(table.blueprint[at]))
             self.body.plant(slot.name, blueprint, operator, rng_seed=rng_seed)
             self._settle(slot)
         elif kind == EffectKind.DROP:

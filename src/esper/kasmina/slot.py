@@ -239,7 +239,10 @@ class Slot(nn.Module):
 
     def __init__(self, name: str, module_name: str, spec: FeatureSpec, select: Select) -> None:
         super().__init__()
-        self.name, self.module_name, self.spec, self.select = name, module_name, spec, select
+        self.name = name
+        self.module_name = module_name
+        self.spec = spec
+        self.select = select
         self.seed: nn.Module | None = None
         self.gate: nn.Module | None = None
         self.blueprint = ""
@@ -269,7 +272,10 @@ class Slot(nn.Module):
         blueprints.check(module, self.spec, name=blueprint)
         if self.spec.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.seed, self.blueprint, self.rng_seed, self.dtype = module, blueprint, rng_seed, dtype
+        self.seed = module
+        self.blueprint = blueprint
+        self.rng_seed = rng_seed
+        self.dtype = dtype
         self.set_operator(operator)
 
     def set_operator(self, operator: Operator) -> None:
@@ -286,7 +292,10 @@ class Slot(nn.Module):
 
     def remove_seed(self) -> None:
         """Remove the seed and its gate."""
-        self.seed, self.gate, self.blueprint, self.operator = None, None, "", Operator.ADD
+        self.seed = None
+        self.gate = None
+        self.blueprint = ""
+        self.operator = Operator.ADD
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Forward hook: return the output with its features blended, or None to leave it unchanged."""
@@ -310,7 +319,8 @@ class Slot(nn.Module):
         try:
             yield
         finally:
-            self.mode, self.shadow_input = mode, None
+            self.mode = mode
+            self.shadow_input = None
 
     def change(self, h: Tensor, mask: Any = None) -> Tensor:
         """Return the change that the seed at full strength adds to the features."""

@@ -118,7 +118,9 @@ class Outcome(NamedTuple):
 
 
 # plain ints: numpy compares them with small integers five times faster than enum members
-_DORMANT, _BLENDING, _HOLDING = int(Stage.DORMANT), int(Stage.BLENDING), int(Stage.HOLDING)
+_DORMANT = int(Stage.DORMANT)
+_BLENDING = int(Stage.BLENDING)
+_HOLDING = int(Stage.HOLDING)
 _NEXT = np.arange(1, NUM_STAGES + 1, dtype=np.int8)  # stage after an advance
 _PRUNABLE = np.isin(np.arange(NUM_STAGES), GROWING)
 _BUSY = np.isin(np.arange(NUM_STAGES), (Stage.GERMINATED, Stage.TRAINING, *COOLING))
@@ -194,7 +196,9 @@ def _ramp(table: SlotTable, at: At, target: Floats, ticks: Ints, curve: Ints) ->
 
 def _update_alpha(table: SlotTable, at: At | Bools) -> None:
     """Set alpha to its value at the current position of the ramp."""
-    start, target, position = table.alpha_from[at], table.alpha_to[at], table.ramp_pos[at]
+    start = table.alpha_from[at]
+    target = table.alpha_to[at]
+    position = table.ramp_pos[at]
     table.alpha[at] = alpha_at(start, target, position, table.ramp_len[at], table.curve[at])
 
 
@@ -267,7 +271,8 @@ def _blend_at_birth(table: SlotTable, at: At, rules: Rules) -> None:
 
 def _set_alpha_target(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
     """Start a ramp to another target and set the operator. A seed in HOLDING with a lower target blends again."""
-    target, operator = ALPHA_TARGETS[actions[:, Head.ALPHA_TARGET]], STYLE_OPERATOR[actions[:, Head.STYLE]]
+    target = ALPHA_TARGETS[actions[:, Head.ALPHA_TARGET]]
+    operator = STYLE_OPERATOR[actions[:, Head.STYLE]]
     switched = _mask(table, at, table.operator[at] != operator)
     table.operator[at] = operator
     _enter(table, _mask(table, at, target < 1.0) & (table.stage == Stage.HOLDING), Stage.BLENDING)
@@ -345,7 +350,9 @@ def tick(table: SlotTable, rules: Rules) -> list[Effect]:
 
 def record_epoch(table: SlotTable, *, quality: Floats, val_loss: Floats, train_loss: Floats) -> None:
     """Store one epoch's results [E]. The first quality measured for a seed becomes its baseline."""
-    table.quality[:], table.val_loss[:], table.train_loss[:] = quality, val_loss, train_loss
+    table.quality[:] = quality
+    table.val_loss[:] = val_loss
+    table.train_loss[:] = train_loss
     table.quality_best_env[:] = np.fmax(table.quality_best_env, table.quality)
     for history, value in ((table.loss_history, val_loss), (table.quality_history, quality)):
         history[:, :-1] = history[:, 1:]

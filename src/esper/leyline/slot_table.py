@@ -140,9 +140,12 @@ class SlotTable:
         joined = cls.empty(sum(table.num_envs for table in tables), slots, takes=np.ones((slots, blueprints), bool))
         first = 0
         for table in tables:
-            envs, some = slice(first, first + table.num_envs), slice(table.num_slots)
+            envs = slice(first, first + table.num_envs)
+            some = slice(table.num_slots)
             for f in fields(cls):
-                mine, theirs, axes = getattr(joined, f.name), getattr(table, f.name), f.metadata["axes"]
+                mine = getattr(joined, f.name)
+                theirs = getattr(table, f.name)
+                axes = f.metadata["axes"]
                 if axes == "ES":
                     mine[envs, some] = theirs
                 elif axes != "SB":

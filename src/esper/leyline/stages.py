@@ -46,7 +46,9 @@ GROWING = (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
 """Stages of a seed that is not committed and may be pruned."""
 COOLING = (Stage.PRUNED, Stage.EMBARGOED, Stage.RESETTING)
 
-PRUNED_TICKS, EMBARGOED_TICKS, RESETTING_TICKS = 1, 5, 1
+PRUNED_TICKS = 1
+EMBARGOED_TICKS = 5
+RESETTING_TICKS = 1
 COOLDOWN_TICKS = PRUNED_TICKS + EMBARGOED_TICKS + RESETTING_TICKS
 """Ticks after pruning until the slot is empty again."""
 COOLDOWN_LABEL = np.array(

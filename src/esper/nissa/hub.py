@@ -76,8 +76,12 @@ class NissaHub:
             raise ConfigError(f"capacity must be ≥ 2 events, got {capacity}")
         if hang_s <= 0:
             raise ConfigError(f"hang_s must be positive, got {hang_s}")
-        self._level, self._rank, self._strict, self._hang_s = level, rank, strict, hang_s
-        self._capacity, self._half = capacity, capacity // 2
+        self._level = level
+        self._rank = rank
+        self._strict = strict
+        self._hang_s = hang_s
+        self._capacity = capacity
+        self._half = capacity // 2
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._workers: list[SinkWorker] = []
@@ -414,9 +418,11 @@ class NissaHub:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closing = self._ending = True
-        self._listening, self._half = -1, 0
+        self._listening = -1
+        self._half = 0
         for worker in self._workers:
-            worker.busy_since, worker.finished = None, True
+            worker.busy_since = None
+            worker.finished = True
 
 
 def _refuse_unencodable(event: Event) -> None:

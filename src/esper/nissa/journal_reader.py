@@ -243,7 +243,9 @@ class _Rank(Generic[Line]):
     """Reader of the segments of one rank."""
 
     def __init__(self, rank: int, damage: Damage, decode: Decode[Line]) -> None:
-        self.rank, self.damage, self.decode = rank, damage, decode
+        self.rank = rank
+        self.damage = damage
+        self.decode = decode
         self.seqs = damage.seqs.setdefault(rank, _SeqSet())
         self.number = -1  # number of the current segment
         self.offset = 0  # position in it: everything before is read
@@ -280,7 +282,11 @@ class _Rank(Generic[Line]):
                 continue
             if number > self.number:  # the previous segment is complete: its torn line stays torn
                 self.damage.torn += self.is_torn
-                self.number, self.offset, self.rest, self.inode, self.is_skipping = number, 0, 0, 0, False
+                self.number = number
+                self.offset = 0
+                self.rest = 0
+                self.inode = 0
+                self.is_skipping = False
                 self.is_readable = is_regular(path)
                 self.damage.lines += not self.is_readable
             if self.is_readable:
@@ -307,10 +313,13 @@ class _Rank(Generic[Line]):
                 size += len(chunk)
             if size > MOST_LINE_BYTES:
                 self.is_skipping = True
-                self.offset, pieces, size = self.offset + size, [], 0
+                self.offset = self.offset + size
+                pieces = []
+                size = 0
         line = b"".join(pieces)
         if line and not self.is_skipping and (entries := self.decode([line], self.rank)):
-            self.offset, size = self.offset + size, 0  # only its line end is missing
+            self.offset += size  # only its line end is missing
+            size = 0
             yield entries
         self.rest = size
 
@@ -396,7 +405,10 @@ def decoded_entry(line: bytes, rank: int) -> Entry | None:
         return None
     try:
         data = _decode(line)
-        seq, time_s, stated, kind = data.pop("seq"), data.pop("time_s"), data.pop("rank"), data.pop("kind")
+        seq = data.pop("seq")
+        time_s = data.pop("time_s")
+        stated = data.pop("rank")
+        kind = data.pop("kind")
         del data["crc"]
         replaced = data.pop("replaced", 0)
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError):

@@ -44,7 +44,9 @@ class JsonlSink:
     def __init__(self, events_dir: Path, *, rank: int = 0, segment_bytes: int = SEGMENT_BYTES) -> None:
         if segment_bytes < 1:
             raise ConfigError(f"a journal's segment needs at least 1 byte, got segment_bytes={segment_bytes}")
-        self._dir, self._rank, self._limit = Path(events_dir), rank, segment_bytes
+        self._dir = Path(events_dir)
+        self._rank = rank
+        self._limit = segment_bytes
         make_real_directory(self._dir)
         self._fd = -1
         self._size = 0
@@ -118,7 +120,8 @@ class JsonlSink:
         for seq, text in piece:
             if done <= 0:
                 return
-            self._begun, self._rest = seq, text[done:]
+            self._begun = seq
+            self._rest = text[done:]
             done -= len(text)
 
     def _rotate(self) -> None:
@@ -149,7 +152,9 @@ def rewind(run_dir: Path, rank: int, seq: int) -> int:
     """
     folder = Path(run_dir) / EVENTS
     existing = segments(folder).get(rank, [])
-    removed, is_end, is_ready = 0, True, False
+    removed = 0
+    is_end = True
+    is_ready = False
     try:
         remove_abandoned_drafts(folder, f"rank{rank}-")
         for number, path in reversed(existing):

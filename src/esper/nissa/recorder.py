@@ -162,7 +162,9 @@ def record_beside(path: Path | str, rank: int, first_seq: int, level: Level | st
 def _recorded(
     directory: RunDirectory, first_seq: int, level: Level, sinks: Sequence[Sink], track: Sequence[str]
 ) -> Iterator[Run]:
-    started, status, error = time.monotonic(), "finished", None
+    started = time.monotonic()
+    status = "finished"
+    error = None
     counter = _Counter()
     try:
         more = tracker_sinks(track, directory.path, directory.manifest)

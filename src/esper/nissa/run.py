@@ -44,7 +44,9 @@ from esper.leyline.events import SCHEMA, spelled, unspelled
 from esper.nissa.journal_reader import EVENTS, segments, tail
 from esper.nissa.missed_events import JOURNAL
 
-MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
+MANIFEST = "manifest.json"
+LOCK = "run.lock"
+CHECKPOINTS = "checkpoints"
 ENDINGS = ("finished", "failed", "interrupted")
 VERSIONS_OF = ("torch", "numpy", "msgspec", "safetensors")
 MOST_MANIFEST_BYTES = 16 << 20
@@ -65,7 +67,9 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: Lock) -> None:
-        self.path, self.manifest, self._lock = path, manifest, lock
+        self.path = path
+        self.manifest = manifest
+        self._lock = lock
         self._final: Draft | None = None  # space for the last manifest, reserved while the disk is not full
 
     @classmethod
@@ -73,7 +77,8 @@ class RunDirectory:
         """Create a run below `root`, owned by this process. The default name consists of the time and the task."""
         _encoded(manifest)  # fail before a directory exists
         path = _new_directory(Path(root), task) if name is None else _named_directory(Path(root) / name)
-        lock, self = Lock(path), None
+        lock = Lock(path)
+        self = None
         try:
             _must_be_empty(path)  # two processes may choose one name: the second to get the lock sees the first
             self = cls(path, {}, lock)

@@ -33,10 +33,13 @@ class SinkWorker:
     """One sink, its thread, and its position in the log. All seqs are exclusive ends."""
 
     def __init__(self, hub: NissaHub, sink: Sink, name: str, start: int) -> None:
-        self.hub, self.sink, self.name = hub, sink, name
+        self.hub = hub
+        self.sink = sink
+        self.name = name
         self.durable = callable(getattr(sink, "flush", None))
         self.goal = self.taken = self.written = self.flushed = self.flush_target = self.next = start
-        self.chunk, self.in_hand = CHUNKS[0], 0
+        self.chunk = CHUNKS[0]
+        self.in_hand = 0
         self.busy_since: float | None = None  # start of the current call of the sink
         self.suspected: float | None = None  # `busy_since` of the call that looks hung
         self.suspected_at = 0.0
@@ -121,7 +124,8 @@ class SinkWorker:
                 self._recover()
                 return not self.retired
             except BaseException as error:
-                why, is_disk = repr(error), isinstance(error, OSError)
+                why = repr(error)
+                is_disk = isinstance(error, OSError)
             finally:
                 self.busy_since = None
             if broken := [record for record in records if fault(record)]:

@@ -105,7 +105,9 @@ class Scalars:
         """Return the environment's steps over all its episodes. Late events of earlier episodes do not reduce it."""
         now, furthest, before = self._progress.get(env, (episode, 0, 0))
         if episode > now:
-            now, furthest, before = episode, 0, before + furthest
+            now = episode
+            before += furthest
+            furthest = 0
         furthest = max(furthest, step) if episode == now else furthest
         self._progress[env] = now, furthest, before
         return before + furthest
@@ -124,7 +126,8 @@ class TensorBoardSink:
                 f"the TensorBoard sink needs the package tensorboard ({error}). "
                 "Install it with: pip install 'esper-lite[tensorboard]'"
             ) from error
-        self._event, self._summary = TbEvent, Summary
+        self._event = TbEvent
+        self._summary = Summary
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}.esper"  # the reader looks for tfevents
@@ -213,7 +216,9 @@ class TrackerSink:
     def __init__(
         self, name: str, run: Path, manifest: Mapping[str, Any], most_lag_s: float | None = MOST_LAG_S
     ) -> None:
-        self.name, self._run, self._most_lag_s = name, run, most_lag_s
+        self.name = name
+        self._run = run
+        self._most_lag_s = most_lag_s
         self.unsent = 0
         """Events that were not sent because the tracker was too slow."""
         self._scalars = Scalars()

@@ -148,13 +148,16 @@ class HostBackend:
         phases: PhaseTimers | None = None,
         world: int = 0,
     ) -> None:
-        self.task, self.rules, self.config = task, rules or Rules(), config or EngineConfig()
+        self.task = task
+        self.rules = rules or Rules()
+        self.config = config or EngineConfig()
         self.data = data or task.load_data()
         self.phases = phases or PhaseTimers()
         self.baselines = NoGrowthBaselines(task, self.data, self.config, baselines)
         self.on_pause: Callable[[], None] = lambda: None
         self.baselines.on_progress = lambda *_: self.on_pause()
-        self.slots, self.data_hash = task.slots, self.data.sha256
+        self.slots = task.slots
+        self.data_hash = self.data.sha256
         self._helper = CounterfactualHelper()
         self.reset([world])
         self.context = context_of(self.engine.networks[0].body, task.epochs, self.rules.thresholds, self.data.classes)
@@ -281,13 +284,16 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         fixed: Mapping[Head, int] | None = None,
         phases: PhaseTimers | None = None,
     ) -> None:
-        self.backend, self.config, self.phases = backend, reward or RewardConfig(), phases or PhaseTimers()
+        self.backend = backend
+        self.config = reward or RewardConfig()
+        self.phases = phases or PhaseTimers()
         self.fixed = dict(DEFAULT_FIXED if fixed is None else fixed)
         self._worlds: Worlds = worlds if callable(worlds) else lambda _: worlds
         self.num_envs = len(self._worlds(0))
         if not self.num_envs:
             raise ConfigError("a growth environment needs at least one world, got none. Give worlds, such as range(4)")
-        slots, blueprints = backend.table.num_slots, backend.table.takes.shape[1]
+        slots = backend.table.num_slots
+        blueprints = backend.table.takes.shape[1]
         self.layout = MaskLayout(slots=slots, blueprints=blueprints)
         self.single_observation_space = gym.spaces.Box(-1.0, 1.0, (num_features(slots),), np.float32)
         self.single_action_space = gym.spaces.MultiDiscrete(list(self.layout.head_sizes))
@@ -324,7 +330,8 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         super().reset(seed=seed if isinstance(seed, int) else None)
         self.round = self.round + 1 if seed is None else 0
         self.backend.reset(self._worlds_of(seed, dict(options or {})))
-        self.outcome, self.over = Outcome(np.ones(self.num_envs, dtype=bool), []), False
+        self.outcome = Outcome(np.ones(self.num_envs, dtype=bool), [])
+        self.over = False
         self._frames = self._framed()
         return self._observe(), self._info()
 
@@ -402,7 +409,8 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _observe_part(self, part: Part) -> tuple[Bools, Bools, Floats]:
         """Return legal operations, masks and observations of a part, padded to the largest number of slots."""
-        table, slots = part.table, self.layout.slots
+        table = part.table
+        slots = self.layout.slots
         allowed = legal(table, self.backend.rules)
         masks = compute_batch_masks(table, allowed, fixed=self.fixed)
         own = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])

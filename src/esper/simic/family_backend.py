@@ -64,10 +64,13 @@ class FamilyBackend:
         baselines: Sequence[Path] = (),
         phases: PhaseTimers | None = None,
     ) -> None:
-        self.tasks, self.rules, self.config = tasks, rules or Rules(), config or EngineConfig()
+        self.tasks = tasks
+        self.rules = rules or Rules()
+        self.config = config or EngineConfig()
         self.phases = phases or PhaseTimers()
         self.on_pause: Callable[[], None] = lambda: None
-        self.slots, self.horizon = tasks.family.longest(), max(tasks.family.epochs)
+        self.slots = tasks.family.longest()
+        self.horizon = max(tasks.family.epochs)
         self.data_hash = tasks.data_hash
         self._directories = list(baselines)
         self._curves: dict[int, list[float]] = {}
@@ -109,7 +112,8 @@ class FamilyBackend:
 
     def step(self, actions: Ints) -> Outcome:
         """Step every environment whose episode has not ended."""
-        happened, effects = np.ones(len(self.hosts), dtype=bool), []
+        happened = np.ones(len(self.hosts), dtype=bool)
+        effects = []
         self.alarms: list[Alarm] = []
         for e, host in enumerate(self.hosts):
             if host.table.step[0] >= host.horizon:

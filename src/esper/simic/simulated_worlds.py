@@ -153,7 +153,8 @@ _OFFERS = {  # space, channels, calibration; fraction of the remaining skill lea
 OFFER = np.zeros((len(BLUEPRINTS), 3))  # [B, K]
 LEARNING_RATE = np.zeros(len(BLUEPRINTS))  # [B]
 for _name, (*_offer, _rate) in _OFFERS.items():
-    OFFER[BLUEPRINTS.index(_name)], LEARNING_RATE[BLUEPRINTS.index(_name)] = _offer, _rate
+    OFFER[BLUEPRINTS.index(_name)] = _offer
+    LEARNING_RATE[BLUEPRINTS.index(_name)] = _rate
 
 _NORM = np.maximum(np.sqrt((OFFER**2).sum(axis=1)), 1e-9)
 _ALIKE = (OFFER[:, None] * OFFER[None]).sum(axis=2) / (_NORM[:, None] * _NORM[None])
@@ -169,7 +170,10 @@ OPERATOR_FIT[Operator.GATE] = 0.9
 GATED_HARM = 0.5
 """Fraction of a seed's harm that passes a gate."""
 
-BASE_WIDTH, LEVELS, IMAGE, CLASSES = 8, 3, 14, 10
+BASE_WIDTH = 8
+LEVELS = 3
+IMAGE = 14
+CLASSES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,8 @@ def host_shape(config: SimConfig) -> Shape:
     slots = config.slots
     level = np.arange(slots) * LEVELS // slots
     width = BASE_WIDTH * 2**level
-    pixels, behind = (IMAGE >> level) ** 2, (IMAGE >> level + 1) ** 2  # of the convolution, and after its pooling
+    pixels = (IMAGE >> level) ** 2  # of the convolution
+    behind = (IMAGE >> level + 1) ** 2  # after its pooling
     before = np.concatenate([[1], width[:-1]])
     params, macs = np.zeros((2, slots, len(BLUEPRINTS)), dtype=np.int64)
     for name in MAP_BLUEPRINTS:
@@ -222,8 +227,11 @@ def _weights(name: str, c: Ints) -> tuple[Ints, Ints]:
 KINDS = OFFER.shape[1]
 HOST_HAS = 0.22
 """Fit below which a seed offers no more than the host itself."""
-CEILING_NOISE, PACE_NOISE, OVERFIT_NOISE = 0.01, 0.05, 0.02
-"""Standard deviations of ceiling, logarithm of the pace and overfit that nothing else in a world explains."""
+# standard deviations that nothing else in a world explains
+CEILING_NOISE = 0.01
+PACE_NOISE = 0.05
+"""Of the logarithm of the pace."""
+OVERFIT_NOISE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +258,15 @@ class Worlds:
 
 def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
     """Return the true parameters of these worlds. They depend on the world's number and the settings only."""
-    keys, shape = world_keys(worlds), host_shape(config)
+    keys = world_keys(worlds)
+    shape = host_shape(config)
     size = len(keys), config.slots, len(BLUEPRINTS)
 
     def normal(purpose: str, *axes: int) -> Floats:
         return bell(random_bits(keys, purpose, int(np.prod(axes)))).reshape(size[0], *axes)
 
-    responsiveness, kind = normal("head-room", 1)[:, 0], normal("kind", KINDS)
+    responsiveness = normal("head-room", 1)[:, 0]
+    kind = normal("kind", KINDS)
     usual = np.stack([1.0 - shape.depth, 0.3 + 0.6 * shape.depth, np.full(config.slots, 0.4)], axis=1)  # [S, K]
     demand = np.exp(usual + config.kind_spread * kind[:, None])
     demand /= demand.sum(axis=2, keepdims=True)  # [E, S, K]

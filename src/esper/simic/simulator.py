@@ -79,7 +79,8 @@ class Simulator:
     """
 
     def __init__(self, config: SimConfig, worlds: Sequence[int], rules: Rules | None = None) -> None:
-        self.config, self.rules = config, rules or Rules()
+        self.config = config
+        self.rules = rules or Rules()
         self.shape = host_shape(config)
         self.slots = tuple(f"r0c{column}" for column in range(config.slots))
         self.data_hash = "simulated"
@@ -142,7 +143,8 @@ class Simulator:
             self.worlds = list(worlds)
             self.truth: Worlds = draw_worlds(self.worlds, self.config)
         self.table.reset()
-        envs, shape = self.table.num_envs, self.table.stage.shape
+        envs = self.table.num_envs
+        shape = self.table.stage.shape
         self.skill = np.zeros(shape)  # [E, S] fraction of its potential that a seed has learnt
         self.applied_alpha = np.zeros(shape)  # [E, S] alpha after the last step
         self.shock = np.zeros(envs)  # [E] quality lost to moving alphas
@@ -239,7 +241,8 @@ class Simulator:
 
     def _measure(self) -> None:
         """Record what a validation pass would measure after this epoch."""
-        truth, (envs, slots) = self.truth, self.table.stage.shape
+        truth = self.truth
+        envs, slots = self.table.stage.shape
         host = truth.host_quality(self.table.step)
         maturity = (host - truth.start) / (truth.ceiling - truth.start)
         draws = bell(random_bits(truth.keys, "measurements", 4 + 5 * slots, self.table.step))
@@ -247,7 +250,8 @@ class Simulator:
         self._record_seeds(maturity, draws[:, 4:].reshape(envs, 5, slots).transpose(1, 0, 2))
 
     def _record_quality(self, host: Floats, maturity: Floats, draws: Floats) -> None:
-        config, table = self.config, self.table
+        config = self.config
+        table = self.table
         shared_noise, own_noise, val_noise, train_noise = config.noise * draws
         now = self.strength() * self.applied_alpha
         value = self._value(self._sum(now), maturity)
@@ -285,7 +289,8 @@ class Simulator:
 
     def _measured(self, true: Floats, fresh: Floats, purpose: str) -> tuple[Floats, Floats]:
         """Return a difference in quality as measured on a split of finite size, and its paired standard error."""
-        table, config = self.table, self.config
+        table = self.table
+        config = self.config
         number = np.maximum(table.serial, 0) * table.num_slots + np.arange(table.num_slots)
         lasting = bell(random_bits(self.truth.keys, purpose, number))
         share = np.abs(true) + 0.01  # fraction of samples whose prediction changes
@@ -297,7 +302,8 @@ class Simulator:
 
         Norms fall with skill and grow with the slot's need; stillborn seeds have dead tensors.
         """
-        table, dead = self.table, self._of_blueprint(self.truth.stillborn)
+        table = self.table
+        dead = self._of_blueprint(self.truth.stillborn)
         pull = self.truth.need * (1.0 - 0.9 * self.skill)
         norm = np.where(dead, 1e-3, 0.5 * pull) * (1.0 + 0.1 * first)
         ratio = np.where(dead, 0.02, pull) * (1.0 + 0.1 * second)

@@ -50,7 +50,8 @@ class GrowthEnv(gym.Env[Any, Any]):
     ) -> None:
         pool = list(worlds)
         self.env = GrowthVectorEnv(backend, lambda n: [pool[n % len(pool)]] if pool else [], reward=reward, fixed=fixed)
-        self.observation_space, self.action_space = self.env.single_observation_space, self.env.single_action_space
+        self.observation_space = self.env.single_observation_space
+        self.action_space = self.env.single_action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode.
@@ -92,7 +93,8 @@ class GrowthEnv(gym.Env[Any, Any]):
         Returns:
             The masks of all heads, concatenated.
         """
-        layout, mask = self.env.layout, self.env.masks[0]
+        layout = self.env.layout
+        mask = self.env.masks[0]
         by_op = mask[layout.slot_by_op].reshape(-1, layout.slots)
         takes = mask[layout.blueprint_by_slot].reshape(layout.slots, layout.blueprints)
         heads: list[Bools] = [by_op[mask[layout.op]].any(0), takes.any(0)]

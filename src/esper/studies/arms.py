@@ -94,7 +94,8 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     own = weakened(get_task(task), world, arm.settings.get("weak", "none"))
     if "limit" in arm.settings:
         space = Space(own, arm.settings["limit"])
-        host, unit = largest_within(space, arm.settings.get("host", "own")), space.unit
+        host = largest_within(space, arm.settings.get("host", "own"))
+        unit = space.unit
     else:
         host = resized(own, arm.settings.get("host", "own"), arm.settings.get("seeds"))
         unit = full_training_macs(own)
@@ -268,7 +269,8 @@ def train_placed(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     own = weakened(get_task(task), world, arm.settings.get("weak", "none"))
     session = Session(own, world, unit=full_training_macs(own))
     session.advance(Wait(), arm.settings["start"] * session.epoch_macs)
-    seeds, spent = list(full_structure(own).items()), 0
+    seeds = list(full_structure(own).items())
+    spent = 0
     if "slot" in arm.settings:
         seed = seeds[arm.settings["slot"]]
     else:

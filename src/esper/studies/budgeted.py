@@ -75,8 +75,12 @@ class Session:
         max_epochs: int | None = None,
     ) -> None:
         self.task = replace(task, lr_schedule="wsd")
-        self.world, self.unit, self.rules, self.max_epochs = world, unit, rules or Rules(), max_epochs
-        self.data, self.change = few_samples(shared_data(task), samples, world), change
+        self.world = world
+        self.unit = unit
+        self.rules = rules or Rules()
+        self.max_epochs = max_epochs
+        self.data = few_samples(shared_data(task), samples, world)
+        self.change = change
         self.watched = few_validation(self.data)
         self.few_classes = first_classes(self.data, self.data.classes // 2) if change else self.data
         self.engine = self._engine()
@@ -174,7 +178,8 @@ class Session:
         return point
 
     def _measure(self, engine: Engine, budget: float, started: float) -> Point:
-        table, network = engine.table, engine.networks[0]
+        table = engine.table
+        network = engine.networks[0]
         context = context_of(network.body, self.task.epochs, self.rules.thresholds, self.data.classes)
         accuracy, loss = network.test(self.data.test)
         trunk = started - self.started - self.branch_seconds

@@ -45,7 +45,8 @@ def mixing_time(grown: Curve, reference: Curve, *, start: float, tolerance: floa
         return None, observed
     if not apart:
         return gaps[0][0] - start, observed
-    (before, wide), (after, narrow) = gaps[apart[-1]], gaps[apart[-1] + 1]
+    before, wide = gaps[apart[-1]]
+    after, narrow = gaps[apart[-1] + 1]
     return before + (after - before) * (wide - tolerance) / (wide - narrow) - start, observed
 
 

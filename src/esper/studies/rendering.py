@@ -69,7 +69,8 @@ def claim_text(claim: Claim) -> str:
 
 def verdict_cells(metric: str, verdict: Verdict) -> Cells:
     """Return the claim, where it is tested, its outcome, and the figures or the reason behind it."""
-    claim, lead = verdict.claim, verdict.lead
+    claim = verdict.claim
+    lead = verdict.lead
     place = claim.at if claim.budget is None else f"{claim.at}, {claim.budget:g} × one full training"
     if claim.against_budget is not None:
         place = "different compute, in multiples of one full training"

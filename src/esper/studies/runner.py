@@ -107,7 +107,8 @@ def run_missing(
     with worker_pool(workers) as pool:
         futures = {pool.submit(attempt, train, job): job for job in jobs if job not in finished}
         for future in as_completed(futures):
-            job, result = futures[future], future.result()
+            job = futures[future]
+            result = future.result()
             title = " ".join([*job[:-1], job._fields[-1], str(job[-1])])  # such as "rescue from_start world 100"
             if isinstance(result, str):
                 failures.append(f"{title}: {result}")

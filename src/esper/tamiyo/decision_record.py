@@ -131,7 +131,9 @@ class DecisionRecord:
 
     def must_be_consistent(self) -> None:
         """Raise ValueError unless all shapes and numbers fit together."""
-        layout, envs, steps = self.layout, len(self.facts.worlds), len(self.obs)
+        layout = self.layout
+        envs = len(self.facts.worlds)
+        steps = len(self.obs)
         state = self.facts.network.hidden * (2 if self.facts.network.core == "lstm" else 1)
         widths = {"obs": num_features(layout.slots), "masks": layout.size, "actions": NUM_HEADS, "hidden": state}
         for name, width in widths.items():

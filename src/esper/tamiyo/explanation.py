@@ -81,7 +81,8 @@ class Importance:
 
     def as_row(self) -> dict[str, str | float]:
         """Return the importance as plain data."""
-        name, scope = self.feature.name, self.feature.scope
+        name = self.feature.name
+        scope = self.feature.scope
         return {"name": name, "scope": scope, "low": self.low, "high": self.high, "sd": self.sd, "nats": self.nats}
 
 
@@ -101,7 +102,9 @@ def explain(record: DecisionRecord, env: int, step: int) -> Explanation:
     length = int(record.lengths[env])
     if not 1 <= step <= length:
         raise ConfigError(f"the episode of environment {env} has steps 1 to {length}, got {step}")
-    network, layout, at = record.network(), record.layout, (step - 1, env)
+    network = record.network()
+    layout = record.layout
+    at = (step - 1, env)
     obs, masks, action, hidden = (f[at][None] for f in (record.obs, record.masks, record.actions, record.hidden))
     op, slot = Op(int(action[0, Head.OP])), int(action[0, Head.SLOT])
     chances = network.probabilities(obs, masks, hidden, action, layout)[0]  # [8, W]
@@ -178,7 +181,9 @@ def _influences(
 
 def importances(record: DecisionRecord, rng_seed: int = 0) -> list[Importance]:
     """Return the importance of every column, largest first."""
-    network, layout, valid = record.network(), record.layout, record.valid
+    network = record.network()
+    layout = record.layout
+    valid = record.valid
     obs, masks, actions, hidden = (f[valid] for f in (record.obs, record.masks, record.actions, record.hidden))
     before = network.probabilities(obs, masks, hidden, actions, layout)
     rng = np.random.default_rng(rng_seed)

@@ -146,7 +146,8 @@ class TamiyoNetwork(nn.Module):
         base, slots = obs[..., :BASE], obs[..., BASE:].contiguous().unflatten(-1, (-1, PER_SLOT))
         is_real = slots[..., _ENABLED, None]  # [*, S, 1] 1 or 0; padded slots are not enabled
         if self.config.standardise:
-            base, slots = self._standardised(base, slice(BASE)), self._standardised(slots, slice(BASE, None))
+            base = self._standardised(base, slice(BASE))
+            slots = self._standardised(slots, slice(BASE, None))
         slots = self.slot_encoder(slots) * is_real  # encodings are ≥ 0, so 0 changes neither sum nor maximum
         count = is_real.sum(-2).clamp(min=1.0)
         return self.base_encoder(torch.cat([base, slots.sum(-2) / count, slots.amax(-2)], -1)), slots

@@ -62,11 +62,14 @@ class Wide(Code):
 
     def begin(self) -> None:
         """Start an epoch: discard the kinds of the previous epoch's seeds and its errors."""
-        self.kinds, self.errors = {}, {}
+        self.kinds = {}
+        self.errors = {}
 
     def __call__(self, tensors: dict[str, Tensor], active: Iterable[Member], x: Tensor) -> Tensor:
         """Return the outputs [R, B, V] of inputs [R, B, …]; `active` lists the seeds that take part, by row."""
-        self.tensors, self.rows, self.groups_at = tensors, len(x), {}
+        self.tensors = tensors
+        self.rows = len(x)
+        self.groups_at = {}
         groups: dict[Hashable, list[Member]] = {}
         for row, slot in active:
             groups.setdefault((slot.name, slot.mode, self._kind(slot, x.shape[1])), []).append((row, slot))
@@ -150,7 +153,8 @@ class WideSeed(Code):
         def some(like: Tensor, *shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=like.dtype).to(like.device)
 
-        pair, first = [copy.deepcopy(seed) for _ in range(2)], next(seed.parameters())
+        pair = [copy.deepcopy(seed) for _ in range(2)]
+        first = next(seed.parameters())
         for each in pair:
             for p in each.parameters():
                 p.copy_(some(p, *p.shape))
@@ -165,7 +169,8 @@ class WideSeed(Code):
         count, first = len(slots), slots[0]
         each: list[list[Tensor]] = [list(slot.seed.parameters()) for slot in slots if slot.seed is not None]
         if count == 1:
-            inputs, each = inputs * 2, [*each, [p.detach() for p in each[0]]]
+            inputs = inputs * 2
+            each = [*each, [p.detach() for p in each[0]]]
         tensors = {n: torch.stack(p) for (n, _), *p in zip(self.module.named_parameters(), *each, strict=True)}
         h = self._joined(inputs)
         if first.mode == Mode.SHADOW or not h.requires_grad:
@@ -188,7 +193,8 @@ class WideSeed(Code):
         return [each.transpose(0, 1) for each in out.permute(1, 2, 0)[:count]]
 
     def _change(self, tensors: dict[str, Tensor], h: Tensor) -> Tensor:
-        self.tensors, self.rows = tensors, len(next(iter(tensors.values())))
+        self.tensors = tensors
+        self.rows = len(next(iter(tensors.values())))
         delta: Tensor = self.module(h)
         return delta
 
@@ -235,7 +241,8 @@ def is_straight(slot: Slot) -> bool:
 
 def _linear(wide: Code, name: str, _m: nn.Linear, x: Tensor) -> Tensor:
     """Compute [R, O, B], features before samples, so that the weights' gradient has their memory layout."""
-    x, weight = wide.apart(x).permute(1, 2, 0), wide.tensors[name + "weight"]
+    x = wide.apart(x).permute(1, 2, 0)
+    weight = wide.tensors[name + "weight"]
     bias = wide.tensors.get(name + "bias")
     if bias is None:
         return torch.bmm(weight, x).permute(2, 0, 1)

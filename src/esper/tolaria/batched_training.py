@@ -55,12 +55,10 @@ class BatchedTrainer:
     """Trains networks of one task in one pass. Between epochs it keeps only the batched host module."""
 
     def __init__(self, networks: Sequence[HostNetwork]) -> None:
-        self.networks, self.task, self.config, self.data = (
-            list(networks),
-            networks[0].task,
-            networks[0].config,
-            networks[0].data,
-        )
+        self.networks = list(networks)
+        self.task = networks[0].task
+        self.config = networks[0].config
+        self.data = networks[0].data
         try:
             if why := obstacle_to_batching(networks):
                 raise ConfigError(why)
@@ -74,7 +72,8 @@ class BatchedTrainer:
     @torch.no_grad()
     def _try(self) -> None:
         """Raise unless batched outputs equal those of single hosts, and no host's output depends on another's input."""
-        rows, samples = len(self.networks), self.data.train.x
+        rows = len(self.networks)
+        samples = self.data.train.x
         epoch = BatchedEpoch(self, [0] * rows)
         x = samples[torch.arange(3 * rows) % len(samples)].unflatten(0, (rows, 3))
         bodies = [network.body.eval() for network in self.networks]
@@ -94,7 +93,8 @@ class BatchedTrainer:
 
     def train_epoch(self, steps: Sequence[int]) -> None:
         """Train one epoch of every network. Errors are stored and raised by `result`."""
-        self.errors, self.results = {}, torch.zeros(len(self.networks), 2, device=self.config.device)
+        self.errors = {}
+        self.results = torch.zeros(len(self.networks), 2, device=self.config.device)
         self.wide.begin()
         try:
             with seeded(derive_seed(self.networks[0].world, "stack", steps[0])):  # restores the caller's generator
@@ -128,7 +128,9 @@ class BatchedEpoch:
     """One epoch: the hosts' weights as a matrix, and the seeds of all networks in one list."""
 
     def __init__(self, trainer: BatchedTrainer, steps: Sequence[int]) -> None:
-        self.trainer, self.networks, self.steps = trainer, trainer.networks, steps
+        self.trainer = trainer
+        self.networks = trainer.networks
+        self.steps = steps
         self.trained = [e for e, network in enumerate(self.networks) if can_be_batched(network)]
         models = [network.body.model for network in self.networks]
         self.names, first = zip(*models[0].named_parameters(), strict=True)
@@ -194,7 +196,8 @@ class BatchedEpoch:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the trained values into the networks' own tensors, so that references to them stay valid."""
-        trained, many = self.trained, len(self.sizes)
+        trained = self.trained
+        many = len(self.sizes)
         for own, matrix in zip(self.own, self.matrices, strict=True):
             to = [t for e in trained for t in own[e * many : (e + 1) * many]]
             rows = [matrix[e].split(self.sizes) for e in trained]
@@ -217,7 +220,8 @@ class BatchedEpoch:
 
     def run(self) -> Tensor:
         """Train one epoch; return mean losses and accuracies [E, 2]."""
-        config, batches = self.trainer.config, self.trainer.task.batches_per_epoch
+        config = self.trainer.config
+        batches = self.trainer.task.batches_per_epoch
         averages = [network.average for network in self.networks]  # as in `WeightAverage.update`
         self.rates_list = [[averaging_rate(a.decay, a.updates + i) for a in averages] for i in range(1, batches + 1)]
         self.rates = self.weights.new_tensor(self.rates_list)  # [batches, E]
@@ -266,7 +270,9 @@ class BatchedEpoch:
 
     def _minibatches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the networks' minibatches, [E, B, …] each."""
-        task, data, rows = self.trainer.task, self.trainer.data, len(self.networks)
+        task = self.trainer.task
+        data = self.trainer.data
+        rows = len(self.networks)
         each = list(zip(self.networks, self.steps, strict=True))
         if task.augment:
             for batches in zip(*(task.minibatches(data, network.world, step) for network, step in each), strict=True):
@@ -400,7 +406,8 @@ def faster_strategy(networks: Sequence[HostNetwork]) -> Literal["loop", "stacked
     first = networks[0]
     task = replace(first.task, batches_per_epoch=TRIAL_BATCHES)
     fresh = [type(first)(task, first.data, network.world, first.config) for network in networks]
-    alone, rows = type(first)(task, first.data, first.world, first.config), len(networks)
+    alone = type(first)(task, first.data, first.world, first.config)
+    rows = len(networks)
     times: list[tuple[float, float]] = []
     try:
         stack = BatchedTrainer(fresh)

@@ -71,7 +71,8 @@ class GrownHost:
     @classmethod
     def of(cls, engine: Engine, env: int, *, utility: float | None = None, round: int | None = None) -> Self:
         """Return a copy of an environment's current host. The environment can continue."""
-        network, data = engine.networks[env], engine.data
+        network = engine.networks[env]
+        data = engine.data
         inputs = data.val.x[:SAMPLES]
         with network.averaged(), torch.no_grad():
             state = {name: _copied(value) for name, value in network.body.state_dict().items()}

@@ -40,7 +40,9 @@ from esper.leyline.checksums import METADATA, seal_json, unseal_json
 from esper.leyline.errors import CheckpointError, ConfigError, unknown_name
 from esper.tolaria.packing import must_be_plain
 
-INDEX, LOCK, DRAFT = "index.json", ".lock", ".draft-"
+INDEX = "index.json"
+LOCK = ".lock"
+DRAFT = ".draft-"
 FORMAT = "esper-checkpoint-1"
 MOST_INDEX_BYTES = 1 << 20
 """Largest size of an index, which has some 150 bytes per file."""
@@ -86,7 +88,8 @@ class Checkpoints:
     def __init__(self, root: Path, *, keep: int = 3) -> None:
         if keep < 1:
             raise ConfigError(f"keep must be ≥ 1, got {keep}")
-        self.root, self.keep = Path(root), keep
+        self.root = Path(root)
+        self.keep = keep
         self._damaged: set[Path] = set()  # found damaged when opened; they do not count towards `keep`
 
     def write(
@@ -221,7 +224,10 @@ class Saved:
     """One complete checkpoint. Every file is verified when the checkpoint is opened, and again when it is read."""
 
     def __init__(self, path: Path, index: _Index) -> None:
-        self.path, self.name, self.kind, self.score = path, index.name, index.kind, index.score
+        self.path = path
+        self.name = index.name
+        self.kind = index.kind
+        self.score = index.score
         self._files = index.files
         for name, expected in self._files.items():
             with _opened(path / name, expected.size) as file:

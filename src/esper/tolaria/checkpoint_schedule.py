@@ -14,7 +14,7 @@ import math
 import time
 import warnings
 
-from esper.leyline.events import Emits
+from esper.leyline.events import EventReceiver
 
 
 class CheckpointSchedule:
@@ -24,7 +24,7 @@ class CheckpointSchedule:
     share  maximum share of the time spent on checkpoints, in (0, 1]; with 1 every checkpoint is due
     """
 
-    def __init__(self, hub: Emits, share: float) -> None:
+    def __init__(self, hub: EventReceiver, share: float) -> None:
         self.hub, self.share = hub, share
         self._started, self._ended, self._cost_s = 0.0, -math.inf, 0.0  # of the last checkpoint
 

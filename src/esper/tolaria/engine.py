@@ -97,7 +97,10 @@ class HostNetwork(GrowingNetwork):
     average: WeightAverage
 
     def __init__(self, task: Task, data: Dataset, world: int, config: EngineConfig) -> None:
-        self.task, self.data, self.world, self.config = task, data, world, config
+        self.task = task
+        self.data = data
+        self.world = world
+        self.config = config
         self.forward = torch.compile(train_batch_loss) if config.compile else train_batch_loss
         body = build_body(task, data, world, config.device)
         super().__init__(
@@ -310,7 +313,9 @@ class Engine:
         data: Dataset | None = None,
         phases: PhaseTimers | None = None,
     ) -> None:
-        self.task, self.worlds, self.phases = task, list(worlds), phases or PhaseTimers()
+        self.task = task
+        self.worlds = list(worlds)
+        self.phases = phases or PhaseTimers()
         self.rules, self.config = rules or Rules(), config or EngineConfig()
         self.data = (data or task.load_data()).to(self.config.device)
         self.networks = [HostNetwork(task, self.data, world, self.config) for world in self.worlds]
@@ -328,16 +333,17 @@ class Engine:
 
     def step(self, actions: Ints) -> Outcome:
         """Apply one action per environment, tick, train an epoch, validate, roll back failing environments, record."""
-        table, governor, phases = self.table, self.governor, self.phases
-        with phases("apply"):
+        table = self.table
+        governor = self.governor
+        with self.phases("apply"):
             governor.begin(table)
             outcome = apply(table, actions, self.rules)
             self._operate(outcome.effects)
             ticked = tick(table, self.rules)
             self._operate(ticked)
-        with phases("train"):
+        with self.phases("train"):
             trained = self._train()
-        with phases("validate"):
+        with self.phases("validate"):
             results = self._validate(trained)
             failing = governor.judge(table, results.val_loss, results.train_loss, results.vital)
             undone = [effect for e in failing for effect in self._roll_back(e, results)]
@@ -419,7 +425,8 @@ class Engine:
         governor, table = self.governor, self.table
         undone = governor.roll_back(e, table)
         remembered = float(table.train_loss[e])
-        results.quality[e], results.val_loss[e], results.train_loss[e] = table.quality[e], table.val_loss[e], remembered
+        results.quality[e], results.val_loss[e] = table.quality[e], table.val_loss[e]
+        results.train_loss[e] = remembered
         results.worth[:, e] = np.nan
         results.coalitions[e] = self._measure(e)
         if results.coalitions[e] is not NOTHING:  # otherwise the values recorded with the snapshot stay
@@ -435,6 +442,7 @@ class Engine:
             table.blueprint[at], table.operator[at] = blueprint_index(blueprint), operator
             table.serial[at] = table.next_serial[env]
             table.next_serial[env] += 1
-            table.stage[at], table.alpha[at], table.alpha_to[at] = SeedStage.FOSSILIZED, 1.0, 1.0
+            table.stage[at] = SeedStage.FOSSILIZED
+            table.alpha[at], table.alpha_to[at] = 1.0, 1.0
             effects += [Effect(EffectKind.BUILD, *at), Effect(EffectKind.COMMIT, *at)]
         self.apply_effects(effects)

@@ -78,7 +78,8 @@ class Judgment(NamedTuple):
 def _medians(rows: Floats, counts: Ints) -> Floats:
     """Return the median [E] of the numbers in each row [E, W]. NaN is skipped; a row without numbers gives NaN."""
     ordered = np.sort(rows, axis=1)  # NaN is sorted last
-    every, last = np.arange(len(rows)), np.maximum(counts - 1, 0)
+    every = np.arange(len(rows))
+    last = np.maximum(counts - 1, 0)
     return np.asarray((ordered[every, last // 2] + ordered[every, (last + 1) // 2]) / 2.0)
 
 
@@ -128,7 +129,8 @@ class Governor:
     """Guards, judges and rolls back the environments of one engine."""
 
     def __init__(self, networks: Sequence[HostNetwork], table: SlotTable, config: GovernorConfig, classes: int) -> None:
-        self.config, self.chance = config, log(max(classes, 1))
+        self.config = config
+        self.chance = log(max(classes, 1))
         self.losses: Floats = np.full((len(networks), config.window), np.nan)  # [E, W] without alarm, newest last
         self.counted = np.zeros(len(networks), dtype=np.int64)  # [E] divergences and collapses in a row
         self.alarms: list[Alarm] = []
@@ -146,7 +148,8 @@ class Governor:
 
     def begin(self, table: SlotTable) -> None:
         """Start a step; before the first one, take a snapshot of every environment."""
-        self.alarms, self._failures = [], dict(self._broken)
+        self.alarms = []
+        self._failures = dict(self._broken)
         if not self._begun:
             envs = range(len(self.snapshots))
             self._rows.restore(table, list(envs))
@@ -207,7 +210,8 @@ class Governor:
         newer = np.zeros(table.stage.shape, dtype=bool)
         newer[env] = ~fossils
         effects = expel(table, newer, fossils=True)
-        self.losses[env], self.counted[env] = self._losses[env], 0
+        self.losses[env] = self._losses[env]
+        self.counted[env] = 0
         self._failures.pop(env, None)
         self._broken.pop(env, None)
         self.guard(env, self._restore_network, env, table, fossils)
@@ -240,7 +244,8 @@ class Governor:
         now = table.rows([env])
         table.restore(self._rows, [env])
         for f in fields(SlotTable):
-            column, before = getattr(table, f.name), getattr(now, f.name)
+            column = getattr(table, f.name)
+            before = getattr(now, f.name)
             if f.name in NOT_RESTORED:
                 column[env] = before[0]
             elif f.metadata["seed"]:
@@ -269,7 +274,8 @@ class Governor:
         """Load what `state_dict` returned. The networks must have loaded their own states before."""
         self.losses[...], self._losses[...] = state["losses"], state["row_losses"]
         self.counted, self._sound = state["counted"].copy(), state["sound"].copy()
-        self._reported, self._begun = set(state["reported"]), state["begun"]
+        self._reported = set(state["reported"])
+        self._begun = state["begun"]
         self._rows.restore(SlotTable(**state["rows"]))
         for snapshot, saved in zip(self.snapshots, state["snapshots"], strict=self._begun):
             snapshot.load_state_dict(saved)
@@ -352,7 +358,9 @@ class Snapshot:
 
         Raise TrainingError if anything is not finite; the previous snapshot is kept then.
         """
-        body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
+        body = self.network.body
+        optimizer = self.network.optimizer
+        average = self.network.average
         fossils = [slot.name for slot in body.slots.values() if slot.stage == SeedStage.FOSSILIZED]
         params, tensors = self._host_tensors(fossils)
         state = {p: dict(optimizer.state[p]) for p in params if p in optimizer.state}
@@ -363,9 +371,13 @@ class Snapshot:
         if len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors, strict=True)):
             torch._foreach_copy_(self.copies, tensors)
         else:
-            self.tensors, self.copies = tensors, [t.detach().clone() for t in tensors]
-        self.params, self.state, self.updates = params, state, average.updates
-        self.fossils, self.options = fossils, options
+            self.tensors = tensors
+            self.copies = [t.detach().clone() for t in tensors]
+        self.params = params
+        self.state = state
+        self.updates = average.updates
+        self.fossils = fossils
+        self.options = options
         self.forking = body.forking.failure, set(body.forking.proven)
 
     @torch.no_grad()
@@ -381,7 +393,8 @@ class Snapshot:
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(_options(options))
         self.network.average.updates = self.updates
-        body.forking.failure, body.forking.proven = self.forking[0], set(self.forking[1])
+        body.forking.failure = self.forking[0]
+        body.forking.proven = set(self.forking[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the snapshot. Tensors of the optimiser state are in `copies`; `state` has None in their place."""
@@ -412,7 +425,8 @@ class Snapshot:
         }
         self.tensors += [v for each in self.state.values() for v in each.values() if isinstance(v, Tensor)]
         self.copies = [torch.empty_like(t).copy_(c) for t, c in zip(self.tensors, state["copies"], strict=True)]
-        self.updates, self.options = state["updates"], [dict(options) for options in state["options"]]
+        self.updates = state["updates"]
+        self.options = [dict(options) for options in state["options"]]
         self.forking = state["forking"][0], {ForkPoint(*point) for point in state["forking"][1]}
 
     def _host_tensors(self, fossils: Sequence[str]) -> tuple[list[nn.Parameter], list[Tensor]]:

@@ -124,7 +124,9 @@ class GrowingNetwork:
         **seed_options: Any,
     ) -> None:
         self.optimizer_sync = OptimizerSync(body, optimizer, rng_seed=rng_seed, **seed_options)
-        self.body, self.optimizer, self.max_norm = body, optimizer, max_norm
+        self.body = body
+        self.optimizer = optimizer
+        self.max_norm = max_norm
         body.incubation = incubation
         self.average = None if ema_decay is None else WeightAverage(body, ema_decay)
         self.meter = GradientMeter(gradient_stride)
@@ -210,7 +212,8 @@ class GrowingNetwork:
             return
         host = gradient_norms(self.clip_groups[0]) if norms is None else norms[0]
         if scale is not None:
-            host, due_norms = host / scale, {name: each / scale for name, each in due_norms.items()}
+            host = host / scale
+            due_norms = {name: each / scale for name, each in due_norms.items()}
         self.unsampled -= due_norms.keys()
         self.meter.take(host, due_norms, self.host_size, self.sizes)
 
@@ -246,7 +249,9 @@ class GrowingNetwork:
         """Write gradient statistics to the table; slots that were not sampled keep their last values."""
         for name, each in stats.items():
             at = env, self.slot_names.index(name)
-            table.grad_norm[at], table.grad_ratio[at], table.grad_health[at] = each.norm, each.ratio, each.health
+            table.grad_norm[at] = each.norm
+            table.grad_ratio[at] = each.ratio
+            table.grad_health[at] = each.health
 
     # -- saving
 
@@ -284,7 +289,9 @@ class WeightAverage:
     def __init__(self, module: nn.Module, decay: float = 0.98) -> None:
         if not 0.0 <= decay < 1.0:
             raise ConfigError(f"the decay of the weight average must lie in [0, 1), got {decay}")
-        self.module, self.decay, self.updates = module, decay, 0
+        self.module = module
+        self.decay = decay
+        self.updates = 0
         self.tensors: list[Tensor] = []
         """The live tensors: the parameters, then the running statistics of norms."""
         self.average: list[Tensor] = []
@@ -304,7 +311,9 @@ class WeightAverage:
 
     def restart(self) -> None:
         """Restart the average from the current weights."""
-        self.updates, self.tensors, self.average = 0, [], []
+        self.updates = 0
+        self.tensors = []
+        self.average = []
         self.resync()
 
     def by_tensor(self) -> dict[Tensor, Tensor]:

@@ -32,7 +32,8 @@ def blueprint_costs(body: Body) -> tuple[Ints, Ints]:
     for s, costs in enumerate(body.costs().values()):
         for name, cost in costs.items():
             b = blueprint_index(name)
-            params[s, b], macs[s, b] = cost.params, cost.macs
+            params[s, b] = cost.params
+            macs[s, b] = cost.macs
     return params, macs
 
 
@@ -41,7 +42,8 @@ def host_macs_and_order(body: Body) -> tuple[int, list[str]]:
 
     All seeds are switched off for the pass: the result does not depend on what has grown.
     """
-    modules, slots = dict(body.model.named_modules()), list(body.slots.values())
+    modules = dict(body.model.named_modules())
+    slots = list(body.slots.values())
     reached: list[str] = []
     handles = [
         modules[slot.module_name].register_forward_hook(lambda *_, name=slot.name: reached.append(name))

@@ -79,7 +79,9 @@ class NetworkState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def network_state(network: GrowingNetwork) -> NetworkState:
     """Return the state of a network. Tensors are not copied: write them before they change."""
-    body, meter, average = network.body, network.meter, network.average
+    body = network.body
+    meter = network.meter
+    average = network.average
     return NetworkState(
         slots={name: slot_state(body, slot) for name, slot in body.slots.items()},
         parts={name: value for name, value in body.state_dict().items() if not isinstance(value, Tensor)},
@@ -189,7 +191,8 @@ def _load_body(body: Body, state: NetworkState, gradients: Mapping[str, Tensor])
         saved = state.hidden.get(name)
         if saved is not None and saved.shape == buffer.shape:  # a cache may have another size in this process
             buffer.copy_(saved)
-    frozen, eval_modules = set(state.frozen), set(state.eval_modules)
+    frozen = set(state.frozen)
+    eval_modules = set(state.eval_modules)
     for name, p in body.named_parameters():
         p.requires_grad_(name not in frozen)
         p.grad = torch.empty_like(p).copy_(sharded_like(gradients[name], p)) if name in gradients else None

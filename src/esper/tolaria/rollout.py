@@ -103,7 +103,10 @@ class _Phase(AbstractContextManager[None]):
     __slots__ = ("calls", "cpu", "owner", "wall")
 
     def __init__(self, owner: PhaseTimers) -> None:
-        self.owner, self.wall, self.cpu, self.calls = owner, 0, 0, 0
+        self.owner = owner
+        self.wall = 0
+        self.cpu = 0
+        self.calls = 0
 
     def __enter__(self) -> None:
         self.owner._charge()

@@ -48,7 +48,7 @@ def panel(page):
     return page.get_by_role("region", name=TITLE, exact=True)
 
 
-def must_explain(visits, page):
+def assert_explains(visits, page):
     """Check the panel of environment 0."""
     section = panel(page)
     visits.expect(section).to_contain_text(
@@ -71,7 +71,7 @@ def must_explain(visits, page):
 def test_report_explains_decisions(run, visits, tmp_path, width, scheme):
     out = report.write([RunState.of(run)], tmp_path / "report.html", explained)
     page = visits.open(out.as_uri(), width, scheme)
-    must_explain(visits, page)
+    assert_explains(visits, page)
     assert too_wide(page, width) == []
     page.get_by_label("Environment", exact=False).first.focus()
     assert panel(page).get_by_role("button").count() == 0
@@ -89,7 +89,7 @@ def test_live_page_reads_decisions_on_demand(run, visits):
         panel(page).get_by_role("button", name="Explain").wait_for()
         assert calls == []
         panel(page).get_by_role("button", name="Explain").click()
-        must_explain(visits, page)
+        assert_explains(visits, page)
         assert calls == [0, None]
 
 

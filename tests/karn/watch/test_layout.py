@@ -46,12 +46,12 @@ def test_trend_of_a_finished_run_is_shown_on_tall_terminals(run, size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_lives_of_seeds_fill_a_wide_screen(run, size):
-    def lives(app):
+    def lifecycle_text(app):
         widget = app.query_one("#lives", Static)
         lines = ["".join(segment.text for segment in strip) for strip in widget.render_lines(widget.size.region)]
         return "\n".join(lines) if widget.size.height else ""
 
-    text = looked_at(run, size, lives)
+    text = looked_at(run, size, lifecycle_text)
     if size[0] < 200:
         assert text == ""
     else:

@@ -58,7 +58,7 @@ def random_masks(rng, envs, layout):
     return masks
 
 
-def invented(net, *, steps=14, envs=6, counts=None, slots=3, blueprints=BUILT_IN, seed=0):
+def synthetic_rollout(net, *, steps=14, envs=6, counts=None, slots=3, blueprints=BUILT_IN, seed=0):
     """Return a rollout of synthetic data with several episodes per column and short columns."""
     rng, layout = np.random.default_rng(seed), MaskLayout(slots=slots, blueprints=blueprints)
     buffer = empty_buffer(net, steps, envs, layout)
@@ -96,7 +96,7 @@ def simulated(net, envs=16, fixed=None, rules=None, seed=0, horizon=30):
     return buffer.finish(), env.layout
 
 
-def prepared(buffer, layout, net, config=CONFIG):
+def prepare_update(buffer, layout, net, config=CONFIG):
     """Do what an update does before its first minibatch."""
     buffer.compute_advantages_and_returns(config.gamma, config.gae_lambda)
     buffer.forced |= forced(known_blueprints(buffer.masks, layout), layout)
@@ -114,7 +114,7 @@ def gradients(net, layout, batch, config=CONFIG, coef=0.01):
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in net.parameters()])
 
 
-def moved(net, amount=0.05, seed=1):
+def shift_weights(net, amount=0.05, seed=1):
     """Shift every weight a little, as if steps had been taken since the rollout."""
     generator = seeded(seed)
     with torch.no_grad():
@@ -191,9 +191,9 @@ def slow_losses(net, layout, config, buffer, coef):
 )
 def test_loss_equals_the_slow_reference(core, blueprints, counts):
     net = network(core)
-    buffer, layout = invented(net, counts=counts, blueprints=blueprints, seed=blueprints)
-    prepared(buffer, layout, net)
-    moved(net)
+    buffer, layout = synthetic_rollout(net, counts=counts, blueprints=blueprints, seed=blueprints)
+    prepare_update(buffer, layout, net)
+    shift_weights(net)
     with torch.no_grad():
         # chunks of the whole length: after weights have changed, stored hidden states are those of the old weights
         _, stats = losses(net, layout, CONFIG, one_batch(buffer, chunk=14), 0.03)
@@ -206,8 +206,8 @@ def test_loss_equals_the_slow_reference(core, blueprints, counts):
 @pytest.mark.parametrize("chunk", [1, 4, 5, 14, 64])
 def test_chunk_length_does_not_change_the_loss_before_the_first_step(chunk):
     net = network("lstm")
-    buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])
-    prepared(buffer, layout, net)
+    buffer, layout = synthetic_rollout(net, counts=[14, 3, 9, 1, 14, 7])
+    prepare_update(buffer, layout, net)
     whole = losses(net, layout, CONFIG, one_batch(buffer, 14), 0.01)[1]
     stats = losses(net, layout, CONFIG, one_batch(buffer, chunk), 0.01)[1]
     assert stats["ratio_off"] < 1e-5
@@ -215,10 +215,10 @@ def test_chunk_length_does_not_change_the_loss_before_the_first_step(chunk):
         assert stats[name] == pytest.approx(number, rel=1e-4, abs=1e-5, nan_ok=True), name
 
 
-def test_reported_numbers_are_per_head_over_the_steps_where_it_mattered():
+def test_reported_numbers_are_per_head_over_the_steps_where_it_has_an_effect():
     net = network()
-    buffer, layout = invented(net)
-    prepared(buffer, layout, net)
+    buffer, layout = synthetic_rollout(net)
+    prepare_update(buffer, layout, net)
     batch = one_batch(buffer)
     stats = losses(net, layout, CONFIG, batch, 0.01)[1]
     with torch.no_grad():
@@ -240,8 +240,8 @@ def test_reported_numbers_are_per_head_over_the_steps_where_it_mattered():
 
 def test_each_loss_term_has_its_own_gradient():
     net = network()
-    buffer, layout = invented(net)
-    prepared(buffer, layout, net)
+    buffer, layout = synthetic_rollout(net)
+    prepare_update(buffer, layout, net)
     batch = one_batch(buffer)
     still = msgspec.structs.replace(CONFIG, value_coef=0.0)
     nothing = PPOConfig(value_coef=0.0, groups=2, chunk=5)
@@ -255,8 +255,8 @@ def test_each_loss_term_has_its_own_gradient():
 
 def test_advantages_of_forced_steps_and_padding_have_no_effect():
     net = network()
-    buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])
-    prepared(buffer, layout, net)
+    buffer, layout = synthetic_rollout(net, counts=[14, 3, 9, 1, 14, 7])
+    prepare_update(buffer, layout, net)
     batch = one_batch(buffer)
     before = gradients(net, layout, batch)
     silent = batch.forced | ~batch.valid
@@ -272,10 +272,10 @@ def test_advantages_of_forced_steps_and_padding_have_no_effect():
     assert not torch.equal(gradients(net, layout, batch), before)
 
 
-def test_stored_log_probabilities_count_only_where_a_head_mattered():
+def test_stored_log_probabilities_count_only_where_a_head_has_an_effect():
     net = network()
-    buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])
-    prepared(buffer, layout, net)
+    buffer, layout = synthetic_rollout(net, counts=[14, 3, 9, 1, 14, 7])
+    prepare_update(buffer, layout, net)
     batch = one_batch(buffer)
     before = gradients(net, layout, batch)
     counts = counted(batch.masks, layout, batch.actions, batch.valid & ~batch.forced)
@@ -287,8 +287,8 @@ def test_stored_log_probabilities_count_only_where_a_head_mattered():
 
 def test_forced_step_trains_the_critic_alone():
     net = network()
-    buffer, layout = invented(net)
-    prepared(buffer, layout, net)
+    buffer, layout = synthetic_rollout(net)
+    prepare_update(buffer, layout, net)
     buffer.forced.fill_(True)
     net.zero_grad()
     losses(net, layout, CONFIG, one_batch(buffer), 0.01)[0].backward()
@@ -301,8 +301,8 @@ def test_forced_step_trains_the_critic_alone():
 def test_update_discounts_by_gamma_and_weighs_by_lambda():
     """With λ = 1 returns are discounted sums of rewards; with λ = 0 they are one reward and the next value."""
     net = network()
-    sums, _ = invented(net)
-    one_step, layout = invented(net)
+    sums, _ = synthetic_rollout(net)
+    one_step, layout = synthetic_rollout(net)
     PPO(net, layout, msgspec.structs.replace(CONFIG, gamma=0.5, gae_lambda=1.0)).update(sums, seeded())
     PPO(network(), layout, msgspec.structs.replace(CONFIG, gamma=0.5, gae_lambda=0.0)).update(one_step, seeded())
 
@@ -315,10 +315,10 @@ def test_update_discounts_by_gamma_and_weighs_by_lambda():
     torch.testing.assert_close(one_step.returns, one_step.rewards + 0.5 * next_values * ~one_step.done)
 
 
-def test_garbage_behind_the_end_of_a_column_has_no_effect():
+def test_garbage_after_the_end_of_a_column_has_no_effect():
     net = network()
-    buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])
-    poisoned, _ = invented(net, counts=[14, 3, 9, 1, 14, 7])
+    buffer, layout = synthetic_rollout(net, counts=[14, 3, 9, 1, 14, 7])
+    poisoned, _ = synthetic_rollout(net, counts=[14, 3, 9, 1, 14, 7])
     padding = ~poisoned.valid
     for name in ("obs", "log_probs", "values", "rewards", "hidden", "bootstrap"):
         getattr(poisoned, name)[padding] = torch.nan
@@ -336,7 +336,7 @@ def test_garbage_behind_the_end_of_a_column_has_no_effect():
 
 def test_step_with_only_unknown_blueprints_is_forced_for_this_network():
     net = network()
-    buffer, layout = invented(net, blueprints=16)
+    buffer, layout = synthetic_rollout(net, blueprints=16)
     buffer.masks[3, :, 1:NUM_OPS] = False
     buffer.masks[3, :, Op.GERMINATE] = True
     takes = buffer.masks[3][:, layout.blueprint_by_slot].unflatten(-1, (3, 16))
@@ -367,7 +367,7 @@ def test_one_round_gives_every_row_of_every_free_head_a_gradient():
     """Every output must receive a gradient from a real rollout, so that no loss term is left unconnected."""
     net = network(patience=0.0)
     buffer, layout = simulated(net, envs=32, fixed={}, rules=LIVELY)
-    prepared(buffer, layout, net)
+    prepare_update(buffer, layout, net)
     config = PPOConfig(chunk=64, groups=1)
     net.zero_grad()
     losses(net, layout, config, one_batch(buffer, 64), 0.0)[0].backward()
@@ -423,7 +423,7 @@ def test_critic_statistics_match_values_computed_by_hand():
 @pytest.mark.parametrize("field", ["hidden", "masks", "log_probs", "starts", "obs"])
 def test_rollout_of_another_policy_is_refused(field):
     net = network("lstm")
-    buffer, layout = invented(net)
+    buffer, layout = synthetic_rollout(net)
     before = weights(net)
     if field == "hidden":
         buffer.hidden += 0.5
@@ -446,7 +446,7 @@ def test_rollout_of_another_policy_is_refused(field):
 def test_first_ratios_of_a_rollout_are_1(core, chunk):
     net = network(core)
     buffer, layout = simulated(net, fixed={})
-    prepared(buffer, layout, net)
+    prepare_update(buffer, layout, net)
     for batch in buffer.minibatches(4, chunk, seeded()):
         assert losses(net, layout, CONFIG, batch, 0.01)[1]["ratio_off"] < 1e-5
 
@@ -457,7 +457,7 @@ def test_non_finite_reward_skips_the_update_and_the_third_stops_the_run(bad):
     ppo = PPO(net, MaskLayout(slots=3, blueprints=13), CONFIG)
     before = weights(net)
     for turn in range(3):
-        buffer, _ = invented(net, seed=turn)
+        buffer, _ = synthetic_rollout(net, seed=turn)
         buffer.rewards[4, 2] = bad
         if turn < 2:
             stats = ppo.update(buffer, seeded())
@@ -475,7 +475,7 @@ def test_healthy_update_resets_the_count_of_bad_ones():
     layout = MaskLayout(slots=3, blueprints=13)
     ppo = PPO(net, layout, CONFIG)
     for turn, is_bad in enumerate([True, True, False, True, True]):
-        buffer, _ = invented(net, seed=turn)
+        buffer, _ = synthetic_rollout(net, seed=turn)
         if is_bad:
             buffer.rewards[0, 0] = math.nan
         assert (ppo.update(buffer, seeded()).minibatches == 0) == is_bad
@@ -484,7 +484,7 @@ def test_healthy_update_resets_the_count_of_bad_ones():
 
 def test_one_bad_minibatch_is_skipped_and_the_others_are_used():
     net = network()
-    buffer, layout = invented(net)
+    buffer, layout = synthetic_rollout(net)
     buffer.obs[5, 1] = math.nan  # an observation, so that advantages stay finite
     ppo = PPO(net, layout, CONFIG)
     before = weights(net)
@@ -498,7 +498,7 @@ def test_one_bad_minibatch_is_skipped_and_the_others_are_used():
 
 def test_non_finite_gradients_change_no_weight():
     net = network()
-    buffer, layout = invented(net)
+    buffer, layout = synthetic_rollout(net)
     net.op_head[-1].weight.register_hook(lambda grad: grad * math.inf)
     before = weights(net)
     stats = PPO(net, layout, CONFIG).update(buffer, seeded())
@@ -511,10 +511,10 @@ def test_non_finite_gradients_change_no_weight():
 def test_target_kl_stops_the_passes():
     far, near = PPOConfig(epochs=8, groups=2, target_kl=1e9), PPOConfig(epochs=8, groups=2, lr=0.02, target_kl=0.01)
     net = network()
-    buffer, layout = invented(net)
+    buffer, layout = synthetic_rollout(net)
     assert PPO(net, layout, far).update(buffer, seeded()).epochs == 8
     net = network()
-    buffer, layout = invented(net)
+    buffer, layout = synthetic_rollout(net)
     stats = PPO(net, layout, near).update(buffer, seeded())
     assert stats.epochs < 8
     assert stats.minibatches == 2 * stats.epochs
@@ -523,7 +523,7 @@ def test_target_kl_stops_the_passes():
 def test_gradients_are_clipped_to_the_maximum_norm():
     config = msgspec.structs.replace(CONFIG, max_grad_norm=0.5)
     net = network()
-    buffer, layout = invented(net)
+    buffer, layout = synthetic_rollout(net)
     ppo, norms = PPO(net, layout, config), []
     step = ppo.optimizer.step
 
@@ -560,13 +560,13 @@ def test_learning_rate_decreases_over_the_rounds_and_reaches_the_optimizer():
 
 def test_update_adds_the_valid_observations_to_the_statistics():
     net = network(standardise=True)
-    buffer, layout = invented(net, counts=[14, 3, 9, 14, 1, 14])
+    buffer, layout = synthetic_rollout(net, counts=[14, 3, 9, 14, 1, 14])
     ppo = PPO(net, layout, CONFIG)
     ppo.update(buffer, seeded())
     rows = buffer.obs[buffer.valid]
     torch.testing.assert_close(net.obs_mean[:BASE], rows[:, :BASE].mean(0), atol=1e-5, rtol=0.0)
     assert float(net.obs_count) == 1
-    assert ppo.update(invented(net, seed=1)[0], seeded()).kl is not None  # first ratios are still 1
+    assert ppo.update(synthetic_rollout(net, seed=1)[0], seeded()).kl is not None  # first ratios are still 1
 
 
 def test_update_is_repeatable_bit_for_bit():
@@ -628,7 +628,7 @@ def test_return_scale_is_saved_and_loaded():
 
 def test_update_reads_values_in_units_of_the_returns():
     net = network()
-    buffer, layout = invented(net)
+    buffer, layout = synthetic_rollout(net)
     buffer.rewards.mul_(50.0).add_(20.0)
     stats = PPO(net, layout, CONFIG).update(buffer, seeded())
     returns = buffer.returns[buffer.valid]

@@ -46,7 +46,7 @@ def paired(a: Any, b: Any) -> tuple[float, float]:
     return mean, (sum((x - mean) ** 2 for x in d) / (len(d) - 1) / len(d)) ** 0.5
 
 
-def everything(worth: Worth) -> dict[str, Any]:
+def fields_of(worth: Worth) -> dict[str, Any]:
     return {name: getattr(worth, name) for name in Worth.__slots__}
 
 
@@ -137,7 +137,7 @@ def test_first_of_several_scores_is_the_quality():
     scores = rng.normal(size=(4, 10, 2))
     a = CounterfactualEngine.worth(coalitions(full_table(2), 2, scores))
     b = CounterfactualEngine.worth(coalitions(full_table(2), 2, scores[..., 0]))
-    np.testing.assert_equal(everything(a), everything(b))
+    np.testing.assert_equal(fields_of(a), fields_of(b))
 
 
 def test_five_players_have_contributions_and_no_interactions():
@@ -318,7 +318,7 @@ def test_fossil_is_switched_like_a_live_seed_norms_included(name: str):
         for slot in body.slots.values():
             body.set_slot(slot, stage, 1.0)
         content.append(report(body, [(x, torch.zeros(16).long())], score, calibration=calibration))
-    live, fossil = (everything(w) for w in content)
+    live, fossil = (fields_of(w) for w in content)
     assert live.pop("fossils") == (False,) * 3
     assert fossil.pop("fossils") == (True,) * 3
     np.testing.assert_equal(fossil, live)

@@ -45,7 +45,7 @@ def test_first_plantings_depend_on_expectations_only():
     np.testing.assert_array_equal(first, second)
 
 
-def test_expected_potential_is_the_mean_over_surprises():
+def test_expected_potential_is_the_mean_over_prediction_errors():
     """Without surprise and bad seeds the potential is the expected one; otherwise the mean of many worlds is close."""
     certain = draw_worlds(range(50), SimConfig(surprise=0.0, bad_share=0.0, stillborn_share=0.0))
     np.testing.assert_allclose(certain.potential, certain.expected)

@@ -158,7 +158,7 @@ def test_description_of_a_task_does_not_change_its_key() -> None:
     assert baselines(task=replace(TASK, question="something else?")).key() == baselines().key()
 
 
-def spoil(text: str) -> dict[str, str]:
+def damaged_texts(text: str) -> dict[str, str]:
     result = json.loads(text)
     other = dict(result, quality=[result["quality"][0] + 0.1, *result["quality"][1:]])
     return {
@@ -173,14 +173,14 @@ def spoil(text: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("damage", list(spoil('{"quality": [1.0, 2.0], "sha256": ""}')))
+@pytest.mark.parametrize("damage", list(damaged_texts('{"quality": [1.0, 2.0], "sha256": ""}')))
 def test_damaged_file_is_recomputed_with_a_warning(damage: str, tmp_path: Path) -> None:
     first = baselines(tmp_path)
     curve = first.curves([0])
     file = first.directories[0] / "0.json"
     assert file is not None
     whole = file.read_text()
-    file.write_text(spoil(whole)[damage])
+    file.write_text(damaged_texts(whole)[damage])
     with pytest.warns(UserWarning, match=r"baseline of world 0 .* is damaged"):
         np.testing.assert_array_equal(baselines(tmp_path).curves([0]), curve)
     assert file.read_text() == whole

@@ -94,17 +94,17 @@ def test_ranks_receive_every_bit_of_each_other(tmp_path: Path) -> None:
     assert re.search("these bytes differ between rank 0 and rank 1, 2", other)
 
 
-def arrive(rank: int, file: str, through: str) -> None:
+def record_barrier(rank: int, file: str, through: str) -> None:
     """Delay rank 1 at the barrier; rank 0 records whether it waited."""
     enter = torch.distributed.init_process_group
 
-    def linger(*args: object, **kwargs: object) -> None:
+    def init_with_delay(*args: object, **kwargs: object) -> None:
         enter(*args, **kwargs)
         time.sleep(1.0)
         Path(through).touch()
 
     if rank == 1:
-        torch.distributed.init_process_group = linger
+        torch.distributed.init_process_group = init_with_delay
     os.environ["ESPER_RENDEZVOUS"] = f"{rank}/2/{file}"
     group = ProcessGroup.join()
     assert Path(through).exists()
@@ -114,11 +114,11 @@ def arrive(rank: int, file: str, through: str) -> None:
 def test_no_rank_continues_before_all_passed_the_barrier(tmp_path: Path) -> None:
     """Rank 0 removes the rendezvous directory, and a rank still looking for it would wait for hours."""
     places = (str(tmp_path / "meet"), str(tmp_path / "through"))
-    assert exit_codes([start(arrive, rank, *places) for rank in range(2)]) == [0, 0]
+    assert exit_codes([start(record_barrier, rank, *places) for rank in range(2)]) == [0, 0]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single_process_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
     assert esper_in_process("train", "--out", run, *TINY, *ROUNDS).returncode == 0
     return run
@@ -126,11 +126,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 4])
-def test_run_is_the_same_for_any_number_of_workers(workers: int, alone: Path, tmp_path: Path) -> None:
+def test_run_is_the_same_for_any_number_of_workers(workers: int, single_process_run: Path, tmp_path: Path) -> None:
     output = finished(esper("train", "--out", tmp_path / "run", "--workers", str(workers), *TINY, *ROUNDS))
     assert "Learning" in output
     assert "Traceback" not in output
-    assert outcome_of(tmp_path / "run") == outcome_of(alone)
+    assert outcome_of(tmp_path / "run") == outcome_of(single_process_run)
     assert {p.name[:5] for p in (tmp_path / "run" / "events").iterdir()} == {f"rank{r}" for r in range(workers)}
     assert is_whole(tmp_path / "run")
 
@@ -203,8 +203,8 @@ def test_killed_rank_ends_the_run_and_it_resumes_with_another_number(tmp_path: P
     assert not psutil.pid_exists(victim.pid)
     assert read_manifest(run)["status"] == "failed"
     assert esper_in_process("train", "--resume", run, "--workers", "1", "--no-compare").returncode == 0
-    assert esper_in_process("train", "--out", tmp_path / "calm", *TINY, *rounds).returncode == 0
-    assert outcome_of(run) == outcome_of(tmp_path / "calm")
+    assert esper_in_process("train", "--out", tmp_path / "uninterrupted", *TINY, *rounds).returncode == 0
+    assert outcome_of(run) == outcome_of(tmp_path / "uninterrupted")
     assert is_whole(run)
 
 

@@ -43,7 +43,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.communicate()
 
 
-def stand_still(run: Path) -> None:
+def wait_until_no_round_ends(run: Path) -> None:
     """Return once no round ends any more: rank 0 waits for the stopped one."""
     before = ""
     while newest(run) != before:
@@ -53,11 +53,11 @@ def stand_still(run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_rank_waiting_for_another_obeys_the_first_signal(number: int, code: int, tmp_path: Path) -> None:
+def test_rank_waiting_for_another_exits_on_the_first_signal(number: int, code: int, tmp_path: Path) -> None:
     process, worker = waiting(tmp_path / "run", LONG)
     try:
         worker.suspend()
-        stand_still(tmp_path / "run")
+        wait_until_no_round_ends(tmp_path / "run")
         process.send_signal(number)
         output = finished(process, code, timeout=60)
     finally:

@@ -18,10 +18,10 @@ import pytest
 from esper.simic.training.heartbeat import SILENCE
 from tests.support import ROOT
 from tests.support.command_line import esper_in_process
-from tests.support.network import cut_cable, two_machines, why_not
+from tests.support.network import cut_cable, missing_requirement, two_machines
 from tests.support.run_outcomes import TINY, newest, outcome_of
 
-reason = why_not()
+reason = missing_requirement()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason), reason=reason)]
 BOUND_S = 40
 """Seconds within which every survivor ends after a loss, with the default heartbeat."""
@@ -104,16 +104,18 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single_process_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
     assert esper_in_process("train", "--out", run, *TINY, *ROUNDS).returncode == 0
     return run
 
 
-def test_two_machines_train_the_same_policy_as_one_process(cluster: Cluster, alone: Path, tmp_path: Path) -> None:
+def test_two_machines_train_the_same_policy_as_one_process(
+    cluster: Cluster, single_process_run: Path, tmp_path: Path
+) -> None:
     cluster.start("--out", tmp_path / "run", *TINY, *ROUNDS)
     assert [agent.wait(timeout=300) for agent in cluster.agents] == [0, 0], cluster.log(0) + cluster.log(1)
-    assert outcome_of(tmp_path / "run") == outcome_of(alone)
+    assert outcome_of(tmp_path / "run") == outcome_of(single_process_run)
 
 
 LOSSES: dict[str, tuple[Callable[[Cluster], None], tuple[int, ...]]] = {
@@ -150,11 +152,11 @@ def test_lost_machine_ends_the_others_and_the_run_resumes(how: str, cluster: Clu
     assert json.loads(shown.stdout)["rounds"] == 4000
 
 
-def test_elastic_restart_resumes_the_run(cluster: Cluster, alone: Path, tmp_path: Path) -> None:
+def test_elastic_restart_resumes_the_run(cluster: Cluster, single_process_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     cluster.start("--out", run, *TINY, *ROUNDS, restarts=1)
     cluster.until(lambda: newest(run) >= "round-000002")
     cluster.rank(1).kill()
     assert [agent.wait(timeout=300) for agent in cluster.agents] == [0, 0], cluster.log(0) + cluster.log(1)
     assert "resuming from round-" in cluster.log(0)
-    assert outcome_of(run) == outcome_of(alone)
+    assert outcome_of(run) == outcome_of(single_process_run)

@@ -83,16 +83,16 @@ def restored(saved: Saved, env: GrowthVectorEnv) -> Checkpointer:
     return checkpointer
 
 
-def go_on(config: TrainConfig, run: Path, **kwargs: Any) -> None:
+def resume_training(config: TrainConfig, run: Path, **kwargs: Any) -> None:
     saved = newest(run)
     with record_on(run, run_metadata(saved)["next_seq"], level="debug") as recorded:
         train_ppo_vectorized(config, recorded.hub, directory=run, resume=saved, **kwargs)
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """Return the outcomes of the uninterrupted runs."""
-    home = tmp_path_factory.mktemp("calm")
+    home = tmp_path_factory.mktemp("uninterrupted")
     for name, config in (("sim", SIM), ("hosts", HOSTS)):
         start(config, home / name)
         assert is_whole(home / name)
@@ -100,11 +100,13 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("calls", [1, 2, 15, 16, 17, 31, 44, 60])
-def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[str, Outcome], tmp_path: Path) -> None:
+def test_run_interrupted_at_any_step_ends_bit_identical(
+    calls: int, uninterrupted: dict[str, Outcome], tmp_path: Path
+) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", poll=Countdown(calls))
-    go_on(SIM, tmp_path / "run")
-    assert outcome_of(tmp_path / "run") == calm["sim"]
+    resume_training(SIM, tmp_path / "run")
+    assert outcome_of(tmp_path / "run") == uninterrupted["sim"]
     assert is_whole(tmp_path / "run")
 
 
@@ -114,7 +116,12 @@ def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[s
      (Checkpoints, "write", 4), (TrainingState, "state_dict", 3)],
 )  # fmt: skip
 def test_interruption_in_an_update_or_checkpoint_changes_nothing(
-    where: type, name: str, calls: int, calm: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: type,
+    name: str,
+    calls: int,
+    uninterrupted: dict[str, Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real, countdown = getattr(where, name), Countdown(calls)
 
@@ -126,33 +133,33 @@ def test_interruption_in_an_update_or_checkpoint_changes_nothing(
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run")
     monkeypatch.undo()
-    go_on(SIM, tmp_path / "run")
-    assert outcome_of(tmp_path / "run") == calm["sim"]
+    resume_training(SIM, tmp_path / "run")
+    assert outcome_of(tmp_path / "run") == uninterrupted["sim"]
     assert is_whole(tmp_path / "run")
 
 
-def test_run_interrupted_in_every_round_ends_bit_identical(calm: dict[str, Outcome], tmp_path: Path) -> None:
+def test_run_interrupted_in_every_round_ends_bit_identical(uninterrupted: dict[str, Outcome], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", poll=Countdown(9))
     for calls in (3, 18, 30, 22):
         with pytest.raises(Interrupted):
-            go_on(SIM, tmp_path / "run", poll=Countdown(calls))
-    go_on(SIM, tmp_path / "run")
-    assert outcome_of(tmp_path / "run") == calm["sim"]
+            resume_training(SIM, tmp_path / "run", poll=Countdown(calls))
+    resume_training(SIM, tmp_path / "run")
+    assert outcome_of(tmp_path / "run") == uninterrupted["sim"]
     assert is_whole(tmp_path / "run")
 
 
 def test_run_of_real_hosts_resumes_bit_for_bit_from_step_and_baseline(
-    calm: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uninterrupted: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NoGrowthBaselines, "_write", Countdown(2))
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run")
     monkeypatch.undo()
     with pytest.raises(Interrupted):
-        go_on(HOSTS, tmp_path / "run", poll=Countdown(20))
-    go_on(HOSTS, tmp_path / "run")
-    assert outcome_of(tmp_path / "run") == calm["hosts"]
+        resume_training(HOSTS, tmp_path / "run", poll=Countdown(20))
+    resume_training(HOSTS, tmp_path / "run")
+    assert outcome_of(tmp_path / "run") == uninterrupted["hosts"]
     assert is_whole(tmp_path / "run")
 
 
@@ -165,7 +172,7 @@ def test_run_can_be_extended_to_more_rounds(tmp_path: Path) -> None:
     )  # the entropy weight is constant, so nothing depends on the planned number of rounds
     start(more, tmp_path / "more")
     start(less, tmp_path / "less")
-    go_on(more, tmp_path / "less")
+    resume_training(more, tmp_path / "less")
     assert outcome_of(tmp_path / "less") == outcome_of(tmp_path / "more")
 
 
@@ -174,20 +181,22 @@ def damaged(saved: Saved) -> None:
         file.write_bytes(file.read_bytes()[:-1] + b"?")
 
 
-def test_damaged_checkpoint_is_named_and_the_previous_one_used(calm: dict[str, Outcome], tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_named_and_the_previous_one_used(
+    uninterrupted: dict[str, Outcome], tmp_path: Path
+) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", poll=Countdown(50))
     last = newest(tmp_path / "run")
     damaged(last)
     with pytest.warns(UserWarning, match=last.name):
-        go_on(SIM, tmp_path / "run")
+        resume_training(SIM, tmp_path / "run")
     with pytest.warns(UserWarning, match=last.name):
-        assert outcome_of(tmp_path / "run") == calm["sim"]
+        assert outcome_of(tmp_path / "run") == uninterrupted["sim"]
     assert is_whole(tmp_path / "run")
 
 
 def test_full_disk_skips_checkpoints_and_the_run_continues(
-    calm: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uninterrupted: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, writes = Checkpoints.write, iter([False, True, True, False, False])
 
@@ -200,7 +209,7 @@ def test_full_disk_skips_checkpoints_and_the_run_continues(
     with pytest.warns(UserWarning, match="No space left") as values:
         start(SIM, tmp_path / "run")
     assert len([w for w in values if "No space left" in str(w.message)]) == 2
-    assert outcome_of(tmp_path / "run") == calm["sim"]
+    assert outcome_of(tmp_path / "run") == uninterrupted["sim"]
     assert Checkpoints(tmp_path / "run" / CHECKPOINTS).names() == ["round-000000", "round-000003", "round-000004"]
 
 
@@ -227,13 +236,13 @@ def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
         sets=["simulated=true", "rounds=4", "envs=5", "worlds=8", "epochs=15", "ppo.groups=2", "checkpoint_share=1"],
         more={"start_from": str(policy)},
     )  # of another shape than a new policy would have
-    start(config, tmp_path / "calm")
+    start(config, tmp_path / "uninterrupted")
     with pytest.raises(Interrupted):
         start(config, tmp_path / "run", poll=Countdown(31))
     policy.unlink()
     _, values = last_checkpoint(tmp_path / "run", None)
-    go_on(values, tmp_path / "run")
-    assert outcome_of(tmp_path / "run") == outcome_of(tmp_path / "calm")
+    resume_training(values, tmp_path / "run")
+    assert outcome_of(tmp_path / "run") == outcome_of(tmp_path / "uninterrupted")
 
 
 def test_other_data_than_at_the_start_are_refused(tmp_path: Path) -> None:
@@ -307,7 +316,7 @@ def test_journal_is_synced_to_disk_before_each_checkpoint(
     assert len(written) == (4 if share == 1 else 2)
 
 
-def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> None:
+def test_non_finite_best_host_does_not_raise_the_best_utility(tmp_path: Path) -> None:
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
@@ -427,9 +436,9 @@ def test_stop_saves_the_last_complete_round_without_a_due_checkpoint(tmp_path: P
     with pytest.raises(Interrupted):
         start(rare, tmp_path / "run", poll=Countdown(8 * 5 + 3))
     assert run_metadata(newest(tmp_path / "run"))["done"] == 5
-    start(rare, tmp_path / "calm")
-    go_on(rare, tmp_path / "run")
-    assert outcome_of(tmp_path / "run") == outcome_of(tmp_path / "calm")
+    start(rare, tmp_path / "uninterrupted")
+    resume_training(rare, tmp_path / "run")
+    assert outcome_of(tmp_path / "run") == outcome_of(tmp_path / "uninterrupted")
     assert is_whole(tmp_path / "run")
 
 
@@ -440,12 +449,12 @@ def test_incomplete_journal_is_reported_on_resume(tmp_path: Path) -> None:
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:5] + lines[8:]))
     with pytest.warns(UserWarning, match=r"^3 of the \d+ events before this point are not in the journal"):
-        go_on(SIM, tmp_path / "run")
+        resume_training(SIM, tmp_path / "run")
 
 
 @pytest.mark.parametrize("content", [None, b'{"status":'])
 def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
-    content: bytes | None, calm: dict[str, Outcome], tmp_path: Path
+    content: bytes | None, uninterrupted: dict[str, Outcome], tmp_path: Path
 ) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", poll=Countdown(20))
@@ -456,8 +465,8 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
     with pytest.warns(UserWarning, match="rebuilt from round-000001"):
         saved, config = last_checkpoint(tmp_path / "run", None)
     assert (config, saved.name) == (SIM, "round-000001")
-    go_on(SIM, tmp_path / "run")
-    assert outcome_of(tmp_path / "run") == calm["sim"]
+    resume_training(SIM, tmp_path / "run")
+    assert outcome_of(tmp_path / "run") == uninterrupted["sim"]
 
 
 def test_run_with_a_failed_update_saves_every_round(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def weights(network: TamiyoNetwork) -> str:
     return digest.hexdigest()
 
 
-class Everything:
+class RecordingHub:
     """A hub that wants and keeps every event."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def test_same_seed_gives_the_same_run_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("level", ["off", "minimal", "normal", "debug"])
 def test_telemetry_never_changes_the_weights(level: str) -> None:
-    hub = Everything()
+    hub = RecordingHub()
     assert same(train_ppo_vectorized(config(f"telemetry={level}"), hub), train_ppo_vectorized(config()))
     assert hub.events
 
@@ -185,13 +185,13 @@ class Kept(TamiyoRolloutBuffer):
         return super().finish()
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, *sets: str) -> TrainingResult:
+def train_and_record(monkeypatch: pytest.MonkeyPatch, *sets: str) -> TrainingResult:
     Kept.observations = []
     monkeypatch.setattr(vectorized, "TamiyoRolloutBuffer", Kept)
     return train_ppo_vectorized(load_config(sets=sets))
 
 
-def still() -> tuple[set[str], set[str]]:
+def constant_features() -> tuple[set[str], set[str]]:
     """Return features that had one value throughout: of environments, and of slots (taken together)."""
     rows = np.concatenate([o.reshape(-1, o.shape[-1]) for o in Kept.observations])
     env, slot = rows[:, :BASE], rows[:, BASE:].reshape(-1, PER_SLOT)
@@ -209,8 +209,8 @@ def columns_of(blueprints: Any) -> set[str]:
 
 @pytest.mark.slow
 def test_every_feature_that_can_vary_does_on_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched(monkeypatch, "simulated=true", "rounds=2", "envs=8", "worlds=8", *EVENTFUL)
-    env, slot = still()
+    train_and_record(monkeypatch, "simulated=true", "rounds=2", "envs=8", "worlds=8", *EVENTFUL)
+    env, slot = constant_features()
     assert env == ONE_HOST | NO_BUDGET
     not_for_maps = set(BLUEPRINTS[1:]) - set(MAP_BLUEPRINTS)
     assert slot == columns_of(not_for_maps) | {"enabled", "price_macs_norm"}  # a norm has no multiply-adds
@@ -218,8 +218,8 @@ def test_every_feature_that_can_vary_does_on_the_simulator(monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_every_feature_that_can_vary_does_on_real_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched(monkeypatch, *DIGITS, *EVENTFUL)
-    env, slot = still()
+    train_and_record(monkeypatch, *DIGITS, *EVENTFUL)
+    env, slot = constant_features()
     assert env == ONE_HOST | NO_BUDGET
     for_vectors = {"norm", "lora", "lora_large", "mlp_small", "mlp"}
     alike = {"width"} | {name for name in columns_of(for_vectors) if name.startswith("price")}  # all of one width
@@ -229,7 +229,7 @@ def test_every_feature_that_can_vary_does_on_real_hosts(monkeypatch: pytest.Monk
 def test_every_head_is_trained_and_every_weight_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     sets = ["simulated=true", "rounds=2", "envs=8", "worlds=8", *EVENTFUL]
     before = {k: v.clone() for k, v in new_network(load_config(sets=sets)).state_dict().items()}
-    trained = watched(monkeypatch, *sets)
+    trained = train_and_record(monkeypatch, *sets)
     for result in (r.update for r in trained.rounds):
         assert result.skipped == 0
         for head in Head:
@@ -240,7 +240,7 @@ def test_every_head_is_trained_and_every_weight_changes(monkeypatch: pytest.Monk
 
 
 def test_every_loss_term_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = watched(monkeypatch, "simulated=true", "rounds=1", "envs=8", "worlds=8", *EVENTFUL)
+    trained = train_and_record(monkeypatch, "simulated=true", "rounds=1", "envs=8", "worlds=8", *EVENTFUL)
     layout = make_env(load_config(sets=["simulated=true"])).layout
     batch = next(iter(Kept.last.minibatches(1, 64, torch.Generator().manual_seed(0))))
 

@@ -43,7 +43,7 @@ def choose(controller: Any, table: SlotTable, rules: Rules | None = None) -> lis
     return [(Op(a[Head.OP]), int(a[Head.SLOT])) for a in actions]
 
 
-def stalled(envs: int = 1, slots: int = 2, step: int = 10) -> SlotTable:
+def table_at_plateau(envs: int = 1, slots: int = 2, step: int = 10) -> SlotTable:
     """Return a table whose loss and quality have been constant for ten epochs."""
     table = SlotTable.empty(envs, slots)
     for _ in range(HISTORY):
@@ -61,7 +61,9 @@ def hold(table: SlotTable, slot: int = 0, *, worth: float = 0.03, se: float = 0.
     return table
 
 
-def live_on(table: SlotTable, rules: Rules, controller: Any, epochs: int, rng: np.random.Generator) -> list[np.ndarray]:
+def run_controller(
+    table: SlotTable, rules: Rules, controller: Any, epochs: int, rng: np.random.Generator
+) -> list[np.ndarray]:
     """Return a controller's actions over epochs of random measurements. Assert that every action happens."""
     done = []
     for _ in range(epochs):
@@ -90,7 +92,7 @@ def test_actions_are_legal_on_any_reachable_table(name: str, seed: int, kind: An
 @pytest.mark.parametrize("name", RULES)
 def test_all_chosen_actions_happen(name: str, kind: Any):
     table, rng = SlotTable.empty(12, 3), np.random.default_rng(0)
-    done = np.stack(live_on(table, RULES[name], kind(), 80, rng))
+    done = np.stack(run_controller(table, RULES[name], kind(), 80, rng))
     assert {int(Op.GERMINATE), int(Op.PRUNE)} <= set(done[..., Head.OP].ravel().tolist())
 
 
@@ -98,16 +100,16 @@ def test_all_chosen_actions_happen(name: str, kind: Any):
 
 
 def test_germinates_when_loss_settled_and_quality_stalled():
-    assert choose(Heuristic(), stalled()) == [(Op.GERMINATE, 0)]
+    assert choose(Heuristic(), table_at_plateau()) == [(Op.GERMINATE, 0)]
 
 
 @pytest.mark.parametrize(("step", "op"), [(1, Op.WAIT), (4, Op.WAIT), (5, Op.GERMINATE)])
 def test_does_not_germinate_before_the_first_allowed_epoch(step: int, op: Op):
-    assert choose(Heuristic(), stalled(step=step))[0][0] == op
+    assert choose(Heuristic(), table_at_plateau(step=step))[0][0] == op
 
 
 def test_does_not_germinate_while_quality_rises():
-    table = stalled()
+    table = table_at_plateau()
     for gain, op in ((0.004, Op.GERMINATE), (0.006, Op.WAIT)):
         table.quality_history[0, -1] = 0.5 + gain
         assert choose(Heuristic(), table)[0][0] == op
@@ -129,14 +131,14 @@ def test_plateau_requires_enough_epochs():
      ([0, 0, 0, 0], True), ([-1, -1.01, -1.02, -1.03], True), ([np.nan, 1, 1, 1], False)],
 )  # fmt: skip
 def test_does_not_germinate_before_the_loss_settles(losses: list[float], settled: bool):
-    table = stalled()
+    table = table_at_plateau()
     table.loss_history[0, -4:], table.val_loss[0] = losses, losses[-1]
     with np.errstate(all="raise"):
         assert (choose(Heuristic(), table)[0][0] == Op.GERMINATE) == settled
 
 
 def test_settled_state_lasts_until_the_environment_resets():
-    heuristic, table = Heuristic(), stalled()
+    heuristic, table = Heuristic(), table_at_plateau()
     choose(heuristic, table)
     table.loss_history[0, -4:] = [1.0, 5.0, 1.0, 5.0]
     assert choose(heuristic, table)[0][0] == Op.GERMINATE
@@ -147,13 +149,13 @@ def test_settled_state_lasts_until_the_environment_resets():
 
 
 def test_plateau_alone_decides_without_losses():
-    table = stalled()
+    table = table_at_plateau()
     table.val_loss[:], table.loss_history[:] = np.nan, np.nan
     assert choose(Heuristic(), table)[0][0] == Op.GERMINATE
 
 
 def test_least_used_free_slot_is_next():
-    heuristic, table = Heuristic(), stalled(slots=3)
+    heuristic, table = Heuristic(), table_at_plateau(slots=3)
     assert [choose(heuristic, table)[0][1] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     table.stage[0, 1] = Stage.FOSSILIZED
     assert [choose(heuristic, table)[0][1] for _ in range(3)] == [2, 0, 2]
@@ -169,13 +171,13 @@ def planted(heuristic: Heuristic, table: SlotTable) -> str:
 
 
 def test_blueprints_rotate_among_those_that_fit():
-    heuristic, table = Heuristic(HeuristicConfig(blueprints=("norm", "conv_light", "mlp"))), stalled(slots=1)
+    heuristic, table = Heuristic(HeuristicConfig(blueprints=("norm", "conv_light", "mlp"))), table_at_plateau(slots=1)
     table.takes[0, BLUEPRINTS.index("conv_light")] = False
     assert [planted(heuristic, table) for _ in range(4)] == ["norm", "mlp", "norm", "mlp"]
 
 
 def test_slot_without_configured_blueprints_gets_one_it_takes():
-    heuristic, table = Heuristic(HeuristicConfig(blueprints=("norm",))), stalled(slots=1)
+    heuristic, table = Heuristic(HeuristicConfig(blueprints=("norm",))), table_at_plateau(slots=1)
     table.takes[0] = False
     table.takes[0, BLUEPRINTS.index("flex_attention")] = True
     assert planted(heuristic, table) == "flex_attention"
@@ -183,7 +185,7 @@ def test_slot_without_configured_blueprints_gets_one_it_takes():
 
 def test_pruned_blueprint_is_penalised_with_decay():
     config = HeuristicConfig(blueprints=("conv_light", "norm"), penalty=14.0)
-    heuristic, table = Heuristic(config), stalled(slots=2)
+    heuristic, table = Heuristic(config), table_at_plateau(slots=2)
     hold(table, worth=-0.1)  # blueprint 1: conv_light
     assert choose(heuristic, table) == [(Op.PRUNE, 0)]
     table.blank(np.array([[True, False]]))
@@ -191,14 +193,14 @@ def test_pruned_blueprint_is_penalised_with_decay():
 
 
 def test_least_penalised_blueprint_is_used_if_all_are_penalised():
-    heuristic, table = Heuristic(HeuristicConfig(blueprints=("conv_light", "norm"))), stalled()
+    heuristic, table = Heuristic(HeuristicConfig(blueprints=("conv_light", "norm"))), table_at_plateau()
     choose(heuristic, table)
     heuristic.penalties[0, [BLUEPRINTS.index("conv_light"), BLUEPRINTS.index("norm")]] = 12.0, 10.0
     assert planted(heuristic, table) == "norm"
 
 
 def test_germinates_with_full_target_and_default_tempo():
-    table = stalled()
+    table = table_at_plateau()
     action = Heuristic().act(table, legal(table, Rules()))[0]
     assert action[[Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET]].tolist() == [2, 1, 2]
 
@@ -213,14 +215,14 @@ def test_germinates_with_full_target_and_default_tempo():
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["default", "no gates"])
 def test_fossilises_only_if_contribution_exceeds_z_standard_errors(worth, se, op, name):
-    table = hold(stalled(slots=1), worth=worth, se=se)
+    table = hold(table_at_plateau(slots=1), worth=worth, se=se)
     assert choose(Heuristic(), table, RULES[name])[0][0] == op
 
 
 @pytest.mark.parametrize("z", [0.0, 1.0, 2.5, 4.0])
 @pytest.mark.parametrize("ratio", [0.5, 1.5, 3.0, 5.0])
 def test_z_sets_the_required_confidence(z: float, ratio: float):
-    table = hold(stalled(slots=1), worth=0.02 * ratio, se=0.02)
+    table = hold(table_at_plateau(slots=1), worth=0.02 * ratio, se=0.02)
     committed = choose(Heuristic(HeuristicConfig(z=z)), table, RULES["no gates"])[0][0] == Op.FOSSILIZE
     assert committed == (ratio > z)
 
@@ -228,39 +230,39 @@ def test_z_sets_the_required_confidence(z: float, ratio: float):
 @pytest.mark.parametrize("name", ["default", "no gates"])
 def test_waits_for_a_measurement_at_full_alpha(name: str):
     for worth, birth in ((0.5, 0.5), (-0.5, 0.5), (0.5, 0.9)):
-        table = hold(stalled(slots=1), worth=worth, birth=birth)
+        table = hold(table_at_plateau(slots=1), worth=worth, birth=birth)
         table.contribution_age[:] = -1  # measured only while blending
         table.dwell[:] = 30
         assert choose(Heuristic(), table, RULES[name])[0][0] == Op.WAIT
 
 
 def test_prunes_if_quality_fell_since_germination():
-    assert choose(Heuristic(), hold(stalled(slots=1), worth=0.2, birth=0.51)) == [(Op.FOSSILIZE, 0)]
-    assert choose(Heuristic(), hold(stalled(slots=1), worth=0.2, birth=0.53)) == [(Op.PRUNE, 0)]
+    assert choose(Heuristic(), hold(table_at_plateau(slots=1), worth=0.2, birth=0.51)) == [(Op.FOSSILIZE, 0)]
+    assert choose(Heuristic(), hold(table_at_plateau(slots=1), worth=0.2, birth=0.53)) == [(Op.PRUNE, 0)]
 
 
 def test_undecided_seed_is_pruned_after_patience():
-    table = hold(stalled(slots=1), worth=0.01, se=0.01)
+    table = hold(table_at_plateau(slots=1), worth=0.01, se=0.01)
     for dwell, op in ((5, Op.WAIT), (6, Op.PRUNE)):
         table.dwell[:] = dwell
         assert choose(Heuristic(), table)[0][0] == op
 
 
 def test_prune_is_instant():
-    table, rules = hold(stalled(slots=1), worth=-0.1), Rules()
+    table, rules = hold(table_at_plateau(slots=1), worth=-0.1), Rules()
     apply(table, Heuristic().act(table, legal(table, rules)), rules)
     assert table.stage[0, 0] == Stage.PRUNED
 
 
 @pytest.mark.parametrize(("worth", "se", "op"), [(-0.03, 0.001, Op.PRUNE), (-0.03, 0.01, Op.WAIT), (-0.01, 0, Op.WAIT)])
 def test_harmful_seed_at_rest_in_blending_is_pruned(worth: float, se: float, op: Op):
-    table = hold(stalled(slots=1), worth=worth, se=se)
+    table = hold(table_at_plateau(slots=1), worth=worth, se=se)
     table.stage[:], table.alpha[:], table.alpha_to[:] = Stage.BLENDING, 0.5, 0.5
     assert choose(Heuristic(), table)[0][0] == op
 
 
 def test_seed_stuck_in_training_is_pruned_after_patience():
-    table = hold(stalled(slots=1), worth=np.nan, se=np.nan, birth=0.9)
+    table = hold(table_at_plateau(slots=1), worth=np.nan, se=np.nan, birth=0.9)
     table.stage[:], table.alpha[:], table.contribution_age[:], table.grad_health[:] = Stage.TRAINING, 0, -1, 0.0
     for dwell, op in ((20, Op.WAIT), (21, Op.PRUNE)):
         table.dwell[:] = dwell
@@ -271,7 +273,7 @@ def test_seed_stuck_in_training_is_pruned_after_patience():
 def test_seed_passes_all_stages_to_fossilised(auto: bool):
     thresholds = Thresholds(blend_dwell=3)
     rules = Rules(birth="isolated", auto_train=auto, auto_blend=auto, auto_hold=auto, thresholds=thresholds)
-    heuristic, table, ops, stages = Heuristic(), stalled(slots=1), [], []
+    heuristic, table, ops, stages = Heuristic(), table_at_plateau(slots=1), [], []
     for _ in range(25):
         (op, _), *_ = choose(heuristic, table, rules)
         ops.append(op.name)
@@ -289,7 +291,7 @@ def test_seed_passes_all_stages_to_fossilised(auto: bool):
 
 
 def test_fossilise_precedes_prune_and_prune_precedes_germinate():
-    table = hold(hold(stalled(slots=3), 0, worth=-0.1), 1, worth=0.1)
+    table = hold(hold(table_at_plateau(slots=3), 0, worth=-0.1), 1, worth=0.1)
     assert choose(Heuristic(), table) == [(Op.FOSSILIZE, 1)]
     table.stage[0, 1] = Stage.FOSSILIZED
     assert choose(Heuristic(), table) == [(Op.PRUNE, 0)]
@@ -320,13 +322,13 @@ def test_environments_are_independent():
 def test_controller_accepts_tables_of_other_shapes():
     heuristic = Heuristic()
     for envs, slots in ((1, 2), (1, 4), (3, 4), (3, 2)):
-        table = stalled(envs, slots)
+        table = table_at_plateau(envs, slots)
         assert choose(heuristic, table) == [(Op.GERMINATE, 0)] * envs
 
 
 def test_penalties_grow_with_new_blueprints():
     heuristic = Heuristic()
-    choose(heuristic, stalled(slots=1))
+    choose(heuristic, table_at_plateau(slots=1))
     takes = np.ones((1, len(BLUEPRINTS) + 2), dtype=bool)
     table = SlotTable.empty(1, 1, takes=takes)
     hold(table, worth=-0.1)
@@ -382,16 +384,16 @@ def test_heuristic_grows_a_body_in_a_user_training_loop():
 
 
 def test_random_controller_is_reproducible():
-    def life(seed: int) -> list[list[int]]:
-        done = live_on(SlotTable.empty(4, 3), LIVELY, Random(seed), 30, np.random.default_rng(0))
+    def actions_of(seed: int) -> list[list[int]]:
+        done = run_controller(SlotTable.empty(4, 3), LIVELY, Random(seed), 30, np.random.default_rng(0))
         return np.concatenate(done).tolist()
 
-    assert life(1) == life(1)
-    assert life(1) != life(2)
+    assert actions_of(1) == actions_of(1)
+    assert actions_of(1) != actions_of(2)
 
 
 def test_random_controller_covers_all_legal_operations_and_slots():
-    table = hold(stalled(envs=2000, slots=3), worth=0.5)
+    table = hold(table_at_plateau(envs=2000, slots=3), worth=0.5)
     choices = {tuple(x) for x in Random().act(table, legal(table, Rules()))[:, [Head.OP, Head.SLOT]].tolist()}
     waits = {(Op.WAIT, s) for s in range(3)}
     assert choices == waits | {(Op.GERMINATE, 1), (Op.GERMINATE, 2)} | {

@@ -16,7 +16,7 @@ from esper.tamiyo.policy.action_masks import DEFAULT_FIXED
 from esper.tamiyo.policy_file import save_policy
 
 
-def some_network(core="gru"):
+def make_network(core="gru"):
     torch.manual_seed(3)
     net = TamiyoNetwork(NetworkConfig(core=core, width=16, hidden=12, patience=-1.0))
     with torch.no_grad():
@@ -41,36 +41,36 @@ def play(controller, worlds, steps=25, rules=None):
 @pytest.mark.parametrize("sample", [True, False])
 @pytest.mark.parametrize("core", ["gru", "lstm"])
 def test_episode_is_legal_and_uses_several_operations(core, sample):
-    actions = play(Learned(some_network(core), sample=sample), range(12))
+    actions = play(Learned(make_network(core), sample=sample), range(12))
     assert len(np.unique(actions[..., Head.OP])) > (2 if sample else 1)
     for head, option in DEFAULT_FIXED.items():
         assert (actions[RELEVANCE[actions[..., Head.OP], head]][:, head] == option).all()
 
 
 def test_actions_are_determined_by_world_and_seed():
-    controller = Learned(some_network())
+    controller = Learned(make_network())
     once = play(controller, range(8))
     np.testing.assert_array_equal(play(controller, range(8)), once)
     assert (play(controller, range(100, 108)) != once).any()
-    assert (play(Learned(some_network(), rng_seed=1), range(8)) != once).any()
+    assert (play(Learned(make_network(), rng_seed=1), range(8)) != once).any()
 
 
 @pytest.mark.parametrize("sample", [True, False])
 def test_actions_do_not_depend_on_other_worlds(sample):
-    together = play(Learned(some_network(), sample=sample), [5, 9, 2, 7])
+    together = play(Learned(make_network(), sample=sample), [5, 9, 2, 7])
     for place, world in enumerate([5, 9, 2, 7]):
-        np.testing.assert_array_equal(play(Learned(some_network(), sample=sample), [world])[:, 0], together[:, place])
+        np.testing.assert_array_equal(play(Learned(make_network(), sample=sample), [world])[:, 0], together[:, place])
 
 
 def test_greedy_actions_do_not_depend_on_the_seed():
-    greedy = [play(Learned(some_network(), sample=False, rng_seed=s), range(6)) for s in (0, 1)]
+    greedy = [play(Learned(make_network(), sample=False, rng_seed=s), range(6)) for s in (0, 1)]
     np.testing.assert_array_equal(*greedy)
-    assert (play(Learned(some_network(), rng_seed=0), range(6)) != greedy[0]).any()
+    assert (play(Learned(make_network(), rng_seed=0), range(6)) != greedy[0]).any()
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])
 def test_reset_environment_gets_a_zero_hidden_state(core):
-    controller = Learned(some_network(core), sample=False)
+    controller = Learned(make_network(core), sample=False)
     sim = Simulator(SimConfig(horizon=30), range(4))
     controller.bind(sim.context, range(4))
     for _ in range(10):
@@ -81,7 +81,7 @@ def test_reset_environment_gets_a_zero_hidden_state(core):
     now = legal(sim.table, sim.rules)
     controller.act(sim.table, now)
 
-    fresh = Learned(some_network(core), sample=False)
+    fresh = Learned(make_network(core), sample=False)
     fresh.bind(sim.context, range(4))
     fresh._hidden = torch.where(torch.tensor([[False], [True], [False], [True]]), 0.0, hidden)
     fresh.act(sim.table, now)
@@ -89,7 +89,7 @@ def test_reset_environment_gets_a_zero_hidden_state(core):
 
 
 def test_bind_resets_the_hidden_state():
-    controller = Learned(some_network())
+    controller = Learned(make_network())
     first = play(controller, range(3))
     np.testing.assert_array_equal(play(controller, range(3)), first)
     play(controller, range(5))  # the number of environments may change
@@ -97,21 +97,21 @@ def test_bind_resets_the_hidden_state():
 
 
 def test_fixed_heads_are_configurable():
-    free = play(Learned(some_network(), fixed={}), range(16), rules=Rules(min_prune_age=1))
+    free = play(Learned(make_network(), fixed={}), range(16), rules=Rules(min_prune_age=1))
     planted = free[free[..., Head.OP] == Op.GERMINATE]
     assert len(np.unique(planted[:, Head.TEMPO])) > 1
-    fixed = play(Learned(some_network(), fixed={Head.TEMPO: 2}), range(16))
+    fixed = play(Learned(make_network(), fixed={Head.TEMPO: 2}), range(16))
     assert (fixed[fixed[..., Head.OP] == Op.GERMINATE][:, Head.TEMPO] == 2).all()
 
 
 def test_act_before_bind_raises():
     sim = Simulator(SimConfig(), range(2))
     with pytest.raises(ConfigError, match="bind"):
-        Learned(some_network()).act(sim.table, legal(sim.table, sim.rules))
+        Learned(make_network()).act(sim.table, legal(sim.table, sim.rules))
 
 
 def test_loaded_policy_acts_as_the_saved_network(tmp_path):
-    save_policy(some_network(), tmp_path / "policy.safetensors", fixed=DEFAULT_FIXED)
-    np.testing.assert_array_equal(play(Learned.load(tmp_path), range(4)), play(Learned(some_network()), range(4)))
+    save_policy(make_network(), tmp_path / "policy.safetensors", fixed=DEFAULT_FIXED)
+    np.testing.assert_array_equal(play(Learned.load(tmp_path), range(4)), play(Learned(make_network()), range(4)))
     with pytest.raises(DataError):
         Learned.load(tmp_path / "nothing")

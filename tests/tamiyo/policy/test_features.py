@@ -196,7 +196,7 @@ STATIC_WITHIN_A_HOST = {
 
 
 @pytest.fixture(scope="module")
-def lives():
+def lifecycle_observations():
     """Return observations of random tables per context: many lifecycles and ages, with and without limits on
     germination, some slots disabled."""
     observed = [[], [], []]
@@ -214,19 +214,19 @@ def still(obs):
     return {name.split(".")[-1] for name in np.array(feature_names(3))[(obs == obs[0]).all(axis=0)].tolist()}
 
 
-def test_no_column_is_constant(lives):
-    assert still(np.concatenate(lives)) == set()
+def test_no_column_is_constant(lifecycle_observations):
+    assert still(np.concatenate(lifecycle_observations)) == set()
 
 
-def test_only_sizes_and_prices_are_constant_within_a_host(lives):
-    for obs in lives:
+def test_only_sizes_and_prices_are_constant_within_a_host(lifecycle_observations):
+    for obs in lifecycle_observations:
         assert still(obs) <= set(STATIC_WITHIN_A_HOST) | {"budget_left"}  # constant 1 without a budget
-    assert "budget_left" not in still(lives[0])
+    assert "budget_left" not in still(lifecycle_observations[0])
 
 
-def test_no_column_duplicates_another(lives):
+def test_no_column_duplicates_another(lifecycle_observations):
     """Within a host no two varying columns are perfectly correlated, except prices."""
-    for obs in lives:
+    for obs in lifecycle_observations:
         one_slot = obs[:, : BASE + PER_SLOT]
         moves = one_slot.std(axis=0) > 0
         names = np.array(feature_names(1))[moves].tolist()
@@ -235,8 +235,8 @@ def test_no_column_duplicates_another(lives):
         assert [p for p in pairs if not all("price" in name for name in p)] == []
 
 
-def test_every_column_stays_in_its_range(lives):
-    for obs in lives:
+def test_every_column_stays_in_its_range(lifecycle_observations):
+    for obs in lifecycle_observations:
         assert_bounded(obs, 3)
 
 

@@ -218,7 +218,7 @@ def test_from_tensors_splits_without_overlap():
     assert data.sha256 != from_tensors("mine", x + 1, torch.arange(100) % 5).sha256
 
 
-def spoilt(x: torch.Tensor, value: float) -> torch.Tensor:
+def with_value(x: torch.Tensor, value: float) -> torch.Tensor:
     x = x.clone()
     x[3, 0] = value
     return x
@@ -226,8 +226,8 @@ def spoilt(x: torch.Tensor, value: float) -> torch.Tensor:
 
 GOOD, LABELS = torch.randn(40, 6), torch.arange(40) % 4
 BAD = [
-    (spoilt(GOOD, float("nan")), LABELS, {}, "1 NaN or infinite"),
-    (spoilt(GOOD, float("inf")), LABELS, {}, "1 NaN or infinite"),
+    (with_value(GOOD, float("nan")), LABELS, {}, "1 NaN or infinite"),
+    (with_value(GOOD, float("inf")), LABELS, {}, "1 NaN or infinite"),
     (GOOD, LABELS - 1, {}, "targets from -1"),
     (GOOD, LABELS, {"classes": 3}, "3 classes allow only 0 to 2"),
     (GOOD, LABELS.float(), {}, "int64 class"),

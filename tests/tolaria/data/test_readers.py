@@ -116,14 +116,14 @@ def test_label_out_of_range_is_rejected(tmp_path):
         read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
 
 
-class Evil:
+class PickledCommand:
     def __reduce__(self):
         return (print, ("code from a data file ran",))
 
 
 def test_pickle_with_code_is_rejected_without_running_it(tmp_path, capsys):
     write_cifar(tmp_path, "pickle")
-    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": Evil(), b"labels": []}, protocol=2))
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": PickledCommand(), b"labels": []}, protocol=2))
     with pytest.raises(DataError, match="print, which no CIFAR-10 batch needs"):
         read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
     assert capsys.readouterr().out == ""

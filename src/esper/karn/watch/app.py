@@ -113,7 +113,8 @@ class DetailPage(Page):
     """Everything about one environment: its slots, and the life of each seed with the reason of each move."""
 
     def __init__(self, watched: WatchedRun, env: int) -> None:
-        self.watched, self.env = watched, env
+        self.watched = watched
+        self.env = env
         super().__init__(Static(detail_text(watched, env), id="detail"))
 
     def draw(self) -> None:
@@ -270,7 +271,8 @@ class WatchApp(App[None]):
         return [e for e in self.watched.state.latest if cells.matches(e, self.query_text)]
 
     def _draw_envs(self) -> None:
-        run, table = self.watched.state, self.screen_stack[0].query_one("#envs", DataTable)
+        run = self.watched.state
+        table = self.screen_stack[0].query_one("#envs", DataTable)
         width = self.size.width * 3 // 5 if self.size.width >= WIDE else self.size.width
         columns = [column for column in cells.ENV_COLUMNS if width >= column.least]
         chosen = self.selected
@@ -294,7 +296,8 @@ class WatchApp(App[None]):
         return int(rows[table.cursor_row].value or 0) if 0 <= table.cursor_row < len(rows) else None
 
     def _draw_slots(self) -> None:
-        run, table = self.watched.state, self.screen_stack[0].query_one("#slots", DataTable)
+        run = self.watched.state
+        table = self.screen_stack[0].query_one("#slots", DataTable)
         e = run.envs[self.selected].latest if self.selected in run.envs else None
         most = len(cells.SLOT_TITLES) if self.size.width >= 100 else 6
         table.display = e is not None and bool(e.slots)
@@ -309,7 +312,8 @@ class WatchApp(App[None]):
                 self.screen_stack[0].query_one("#lives", Static).update(seed_lives(self.watched, e, MOST_LIVES))
 
     def _draw_rest(self) -> None:
-        run, main = self.watched.state, self.screen_stack[0]
+        run = self.watched.state
+        main = self.screen_stack[0]
         log = main.query_one("#events", RichLog)
         if run.position < self._listed:  # the journal was replaced
             log.clear()

@@ -73,7 +73,8 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     n = len(values)
     shown = values if n <= width else [values[(i + 1) * n // width - 1] for i in range(width)]
     finite = [v for v in shown if v is not None]
-    low, span = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
+    low = min(finite, default=0.0)
+    span = (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
     return "".join(" " if v is None else BLOCKS[min(7, int(8 * (v - low) / span))] for v in shown).ljust(width)
 
 
@@ -151,7 +152,8 @@ SLOT_TITLES = ("SLOT", "STAGE", "BLUEPRINT", "ALPHA", "CONTRIB ± SE", "PROSPECT
 
 def slot_cells(run: RunState, e: EpisodeState, slot: SlotHistory) -> list[Text]:
     """Return the row of a slot, in the order of SLOT_TITLES."""
-    held, pc = e.current(slot), run.is_percent
+    held = e.current(slot)
+    pc = run.is_percent
     stage = held.stage if held else SeedStage.DORMANT
     is_live = stage not in COOLING and stage != SeedStage.DORMANT
     w = slot.newest_worth if is_live else None
@@ -182,7 +184,10 @@ def slot_table(run: RunState, e: EpisodeState) -> Table:
 
 def header(watched: WatchedRun, width: int) -> Text:
     """Return two lines: what runs and its state; its progress and speed."""
-    run, word, done, pace = watched.state, watched.word(), watched.done(), watched.pace()
+    run = watched.state
+    word = watched.word()
+    done = watched.done()
+    pace = watched.pace()
     first = Text.assemble((f" {word} ", f"reverse {STYLES[TONES[word]]}"), "  ")
     what = [short(str(value), 60) for value in (run.about("task"), run.about("controller")) if value]
     first.append(" by ".join(what), "bold")
@@ -248,7 +253,8 @@ def share(part: float) -> str:
 def event_line(run: RunState, row: object) -> Text:
     """Return the line of an event: time, environment, step, text."""
     text, tone = event_text(row, run.is_percent)  # type: ignore[arg-type]
-    env, step = run.envs.get(getattr(row, "env", -1)), getattr(row, "step", "")
+    env = run.envs.get(getattr(row, "env", -1))
+    step = getattr(row, "step", "")
     time_s = max(0.0, getattr(row, "time_s", run.first_s) - run.first_s)
     width = max(3, min(14, max((len(each.name) for each in run.envs.values()), default=3)))
     name = short(env.name if env is not None else "run", width)

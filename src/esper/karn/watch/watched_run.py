@@ -34,7 +34,8 @@ class WatchedRun:
     """One run and its state. A run that does not exist yet is waited for."""
 
     def __init__(self, location: Path, clock: Callable[[], float]) -> None:
-        self._location, self._clock = location, clock
+        self._location = location
+        self._clock = clock
         self._marks: deque[tuple[float, int]] = deque(maxlen=600)  # (reader's clock, env-steps) at every arrival
         self._gaps: deque[float] = deque(maxlen=32)  # seconds between arrivals
         self._has_read = False
@@ -99,7 +100,8 @@ class WatchedRun:
 
         A run without an owner is killed, unless events are arriving: a lock may not be visible on another machine.
         """
-        state, usual = self.state, max(self._gaps, default=0.0)
+        state = self.state
+        usual = max(self._gaps, default=0.0)
         status = state.finished.status if state.finished is not None else state.status
         if state.position == 0 and status not in ENDED:
             return "WAITING"
@@ -120,7 +122,8 @@ class WatchedRun:
 
     def pace(self) -> Pace:
         """Return elapsed time, env-steps per second and the time left."""
-        state, done = self.state, self.done()
+        state = self.state
+        done = self.done()
         if state.wall_s is None:
             return Pace()
         elapsed = state.wall_s + (0.0 if self.is_over() else self.silence_s())

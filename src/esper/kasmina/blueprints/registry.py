@@ -99,7 +99,8 @@ class Swapped(nn.Module):
 
     def __init__(self, module: nn.Module, axes: tuple[int, int]) -> None:
         super().__init__()
-        self.module, self.axes = module, axes
+        self.module = module
+        self.axes = axes
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the module's output with the axes of the features."""

@@ -93,7 +93,9 @@ def _sweep(x: Floats, carry: Floats) -> None:
     rest = steps % stride  # the first rows, an incomplete block
     blocks = x[rest:].reshape(-1, stride * envs)[::-1]
     factors = carry[rest:].reshape(-1, stride * envs)[::-1]
-    multiply, add, later = np.multiply, np.add, blocks[0]
+    multiply = np.multiply
+    add = np.add
+    later = blocks[0]
     for block, factor in zip(blocks[1:], factors[1:], strict=True):
         multiply(factor, later, factor)
         add(block, factor, block)
@@ -126,7 +128,8 @@ def gae_scan(
     following[:-1] = torch.where(end[:-1], following[:-1], values[1:])
     x = torch.where(valid, rewards + gamma * following - values, zero)
 
-    is_open, stride = ~end[:-1], 1
+    is_open = ~end[:-1]
+    stride = 1
     while stride < steps:
         x[:-stride] += torch.where(is_open, (gamma * lam) ** stride * x[stride:], zero)
         is_open = is_open[:-stride] & is_open[stride:]

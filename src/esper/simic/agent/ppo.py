@@ -93,7 +93,10 @@ class ReturnScale:
     """Exponential moving mean and standard deviation of returns: the only normaliser of the update."""
 
     def __init__(self, keep: float = 0.9) -> None:
-        self.keep, self.mean, self.square, self.weight = keep, 0.0, 0.0, 0.0
+        self.keep = keep
+        self.mean = 0.0
+        self.square = 0.0
+        self.weight = 0.0
 
     def update(self, returns: Tensor) -> tuple[float, float]:
         """Update the averages with a rollout's returns. Return the new mean and standard deviation."""
@@ -118,7 +121,9 @@ class ReturnScale:
 
     def load(self, state: dict[str, float]) -> None:
         """Restore a result of `state`."""
-        self.mean, self.square, self.weight = state["mean"], state["square"], state["weight"]
+        self.mean = state["mean"]
+        self.square = state["square"]
+        self.weight = state["weight"]
 
 
 class PPO:
@@ -127,7 +132,10 @@ class PPO:
     def __init__(
         self, network: TamiyoNetwork, layout: MaskLayout, config: PPOConfig | None = None, *, rounds: int = 1
     ) -> None:
-        self.network, self.layout, self.config, self.rounds = network, layout, config or PPOConfig(), rounds
+        self.network = network
+        self.layout = layout
+        self.config = config or PPOConfig()
+        self.rounds = rounds
         self.optimizer = torch.optim.AdamW(
             network.parameters(), lr=self.config.lr, eps=1e-5, weight_decay=self.config.weight_decay
         )
@@ -155,9 +163,11 @@ class PPO:
 
         With `imitate`, the buffer's actions are those of a teacher, and their likelihood is increased.
         """
-        start, config = time.perf_counter(), self.config
+        start = time.perf_counter()
+        config = self.config
         buffer.compute_advantages_and_returns(config.gamma, config.gae_lambda)
-        valid, returns = buffer.valid, buffer.returns
+        valid = buffer.valid
+        returns = buffer.returns
         # a step whose only plantable blueprints are unknown to the network has no choice
         buffer.forced |= forced(known_blueprints(buffer.masks, self.layout), self.layout)
         critic = critic_health(buffer.values[valid], returns[valid])

@@ -60,7 +60,9 @@ class TamiyoRolloutBuffer:
     ) -> None:  # fmt: skip
         if min(steps, envs) < 1:
             raise ConfigError(f"a rollout needs at least one step and one environment, got {steps} and {envs}")
-        self.steps, self.envs, self.device = steps, envs, torch.device(device)
+        self.steps = steps
+        self.envs = envs
+        self.device = torch.device(device)
 
         def field(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(steps, envs, *shape, dtype=dtype, device=self.device)
@@ -127,12 +129,14 @@ class TamiyoRolloutBuffer:
             living = _checked("alive", alive, (self.envs,)).to(self.device, torch.bool)
         self._revived |= (living & (self.step_counts < t)).any()
         self.step_counts += living
-        self.rows, self._has_advantages = t + 1, False
+        self.rows = t + 1
+        self._has_advantages = False
 
     def close(self, step_counts: Tensor) -> None:
         """Set the number of valid steps of every column [E], of which other ranks may have written some."""
         self.step_counts.copy_(step_counts)
-        self.rows, self._has_advantages = self.steps, False
+        self.rows = self.steps
+        self._has_advantages = False
 
     @torch.no_grad()
     def finish(self, last_values: Row | None = None) -> TamiyoRolloutBuffer:
@@ -141,7 +145,8 @@ class TamiyoRolloutBuffer:
             raise DataError("an environment was alive again after a step in which it was not: a column is one prefix")
         if last_values is not None:
             next_values = _checked("last_values", last_values, (self.envs,)).to(self.bootstrap)
-            last, column = (self.step_counts - 1).clamp(min=0), torch.arange(self.envs, device=self.device)
+            last = (self.step_counts - 1).clamp(min=0)
+            column = torch.arange(self.envs, device=self.device)
             ended = self.done[last, column] | self.truncated[last, column]
             self.bootstrap[last, column] = torch.where(ended, self.bootstrap[last, column], next_values)
             self._has_advantages = False

@@ -54,7 +54,8 @@ class CounterfactualEngine:
         """Return everything that the scores determine. Scores are [K, N], or [K, N, Q] with quality first."""
         scores = result.scores if result.scores.ndim == 2 else result.scores[..., 0]
         basic = statistics(result, scores).tolist()
-        measured, half = Measured.read(result, basic), len(basic) // 2
+        measured = Measured.read(result, basic)
+        half = len(basic) // 2
         values = scores.double().cpu().numpy()
         n = result.players
         inner = [k for k, config in enumerate(result.configs) if not any(config[n:])]
@@ -304,7 +305,8 @@ def _interpolated(n: int, masks: Sequence[int], means: Array) -> tuple[Array, Ar
                 best = (likelihood, rho, kappa, variance, factor)
     _, rho, kappa, variance, factor = best
     reach = _reach(n, rho)
-    inside, outside = (1 - rho) * reach[np.maximum(size - 1, 0)], (rho - 1) * reach[np.minimum(size, n - 1)]
+    inside = (1 - rho) * reach[np.maximum(size - 1, 0)]
+    outside = (rho - 1) * reach[np.minimum(size, n - 1)]
     at_values = np.where(member.T == 1, inside, outside) + kappa * sides.T  # [n, K] Shapley values of the kernel
     whitened = _solve(factor, at_values.T)  # [K, n]
     prior = 2 * (1 - rho) * sum(comb(n - 1, t) * _share(n, t) * reach[t] for t in range(n)) + kappa

@@ -36,11 +36,13 @@ class InformedPlanner:
     """
 
     def __init__(self, sim: Simulator, reward: RewardConfig, expected: Floats | None = None) -> None:
-        shape, rules = sim.shape, sim.rules
+        shape = sim.shape
+        rules = sim.rules
         self.horizon = sim.config.horizon
         self.delay = 0 if rules.birth == "open" else rules.thresholds.blend_dwell + int(TEMPO_EPOCHS.min())
         """Epochs until a seed has an effect; planting later does not pay."""
-        params, macs = np.log2(1 + shape.params / shape.host_params), np.log2(1 + shape.macs / shape.host_macs)
+        params = np.log2(1 + shape.params / shape.host_params)
+        macs = np.log2(1 + shape.macs / shape.host_macs)
         self.rent = reward.rent_params * params + reward.rent_macs * macs  # [S, B]
         expected = np.broadcast_to(sim.truth.expected if expected is None else expected, sim.truth.expected.shape)
         allowed = np.isin(np.arange(len(BLUEPRINTS)), sim.config.allowed)
@@ -56,7 +58,8 @@ class InformedPlanner:
         return actions
 
     def _plant(self, actions: Ints, table: SlotTable, legal: Bools) -> None:
-        envs, steps_left = np.arange(table.num_envs), self.horizon - table.step
+        envs = np.arange(table.num_envs)
+        steps_left = self.horizon - table.step
         skill = 1.0 - (1.0 - LEARNING_RATE) ** steps_left[:, None]  # [E, B] at the end
         value = (self.expected + self._interactions(table)) * (skill * STYLE_FIT)[:, None] - self.rent
         value = np.where(legal[:, :, None], value, NEVER).reshape(len(envs), -1)

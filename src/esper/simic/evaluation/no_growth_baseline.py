@@ -56,7 +56,9 @@ class NoGrowthBaselines:
     """Quality per step of worlds without growth, in memory and, if directories are given, on disk."""
 
     def __init__(self, task: Task, data: Dataset, config: EngineConfig, directories: Sequence[Path] = ()) -> None:
-        self.task, self.data, self.config = task, data, config
+        self.task = task
+        self.data = data
+        self.config = config
         self.directories: list[Path] = []
         self._damaged: set[Path] = set()  # files to replace
         for directory in directories:

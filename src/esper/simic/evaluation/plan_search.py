@@ -142,7 +142,9 @@ class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         A group without a world in that half uses the best plan of all groups.
         """
-        utility, worlds, of_group = np.array(self.utility), np.array(self.worlds), np.array(groups)
+        utility = np.array(self.utility)
+        worlds = np.array(self.worlds)
+        of_group = np.array(groups)
         total = 0.0
         for half in (0, 1):
             fits = np.arange(len(worlds)) % 2 == half
@@ -331,11 +333,9 @@ def search_in_world(
     best = running[0][0]
     params = network_params(best.table, best.context.host_params).astype(np.float64)
     macs = live_costs(best.table, best.context)[1].astype(np.float64)
-    quality, test, value = (
-        best.table.quality.astype(np.float64),
-        measured_on_test(best),
-        np.array([_utility_at_end(best, reward)]),
-    )
+    quality = best.table.quality.astype(np.float64)
+    test = measured_on_test(best)
+    value = np.array([_utility_at_end(best, reward)])
     grown = [structure_of(best.engine, 0)]
     equal_test = test if isinstance(backend, FamilyBackend) else np.empty(0)  # at equal compute, in families only
     return Played(name, [world], quality, test, params, macs, value, np.array([spent]), grown, equal_test)

@@ -45,14 +45,18 @@ class ReplacingPlanner:
     """
 
     def __init__(self, sim: Simulator, reward: RewardConfig) -> None:
-        self.truth, self.shape, self.reward, self.horizon = sim.truth, sim.shape, reward, sim.config.horizon
+        self.truth = sim.truth
+        self.shape = sim.shape
+        self.reward = reward
+        self.horizon = sim.config.horizon
         self.surprise = sim.truth.scale * sim.config.surprise  # [E, S] standard deviation of a seed's potential
         self.allowed = sorted(sim.config.allowed)
         self.tried = np.zeros(sim.truth.expected.shape, dtype=bool)  # [E, S, B]
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]: prune the seed whose replacement gains most, otherwise plant, otherwise wait."""
-        actions, envs = wait_everywhere(table.num_envs), np.arange(table.num_envs)
+        actions = wait_everywhere(table.num_envs)
+        envs = np.arange(table.num_envs)
         cooling = table.stage >= SeedStage.PRUNED
         self.tried[(*np.nonzero(cooling), table.blueprint[cooling])] = True
         is_alive = (table.stage >= SeedStage.GERMINATED) & (table.stage <= SeedStage.FOSSILIZED)
@@ -78,8 +82,10 @@ class ReplacingPlanner:
         """Return what each seed will add to the final utility [E, S], and what a new seed there would add [E, S, B]."""
         final = self._final_strength(table, is_alive)
         blueprint = np.where(is_alive, table.blueprint, EMPTY).astype(np.intp)
-        whole, left = self._utility(blueprint, final), self.horizon - table.step
-        keep, offers = np.zeros(final.shape), np.full(self.truth.expected.shape, -np.inf)
+        whole = self._utility(blueprint, final)
+        left = self.horizon - table.step
+        keep = np.zeros(final.shape)
+        offers = np.full(self.truth.expected.shape, -np.inf)
         for s in range(table.num_slots):
             without = self._utility(_at(blueprint, s, EMPTY), _at(final, s, 0.0))
             keep[:, s] = whole - without
@@ -93,8 +99,10 @@ class ReplacingPlanner:
 
     def _final_strength(self, table: SlotTable, is_alive: Bools) -> Floats:
         """Return [E, S] the expected strength of each seed at the end, from its measured contribution."""
-        blueprint, age = np.maximum(table.blueprint, 0).astype(np.intp), np.maximum(table.age, 1)
-        rate, fit = LEARNING_RATE[blueprint], STYLE_FIT[blueprint]
+        blueprint = np.maximum(table.blueprint, 0).astype(np.intp)
+        age = np.maximum(table.age, 1)
+        rate = LEARNING_RATE[blueprint]
+        fit = STYLE_FIT[blueprint]
         prior = np.take_along_axis(self.truth.usual, blueprint[:, :, None], 2)[:, :, 0]
         now = (1.0 - (1.0 - rate) ** age) * fit
         truth = self.truth
@@ -116,7 +124,8 @@ class ReplacingPlanner:
         both = np.maximum(np.minimum(strength[:, :-1], strength[:, 1:]), 0.0)
         raw = strength.sum(axis=1) + (INTERACTION[blueprint[:, :-1], blueprint[:, 1:]] * both).sum(axis=1)
         quality = np.where(raw > 0, self.truth.room * -np.expm1(-np.maximum(raw, 0.0) / self.truth.room), raw)
-        slots, is_there = np.arange(blueprint.shape[1]), blueprint != EMPTY
+        slots = np.arange(blueprint.shape[1])
+        is_there = blueprint != EMPTY
         params, macs = (
             np.log2(1 + np.where(is_there, of[slots, blueprint], 0).sum(axis=1) / host)
             for of, host in ((self.shape.params, self.shape.host_params), (self.shape.macs, self.shape.host_macs))

@@ -75,12 +75,17 @@ def simulate_episode(
 ) -> EpisodeResults:
     """Run one episode in every environment, from the first step, and return the results."""
     sim.reset()
-    total, discounted, weight = np.zeros(len(sim.worlds)), np.zeros(len(sim.worlds)), 1.0
+    total = np.zeros(len(sim.worlds))
+    discounted = np.zeros(len(sim.worlds))
+    weight = 1.0
     before = Frame.of(sim.table, sim.context, sim.baseline_quality)
     for _ in rollout(sim, controller, sim.config.horizon):
         after = Frame.of(sim.table, sim.context, sim.baseline_quality)
         paid = reward(before, after, config)
-        total, discounted, weight, before = total + paid, discounted + weight * paid, weight * gamma, after
+        total = total + paid
+        discounted = discounted + weight * paid
+        weight = weight * gamma
+        before = after
     return EpisodeResults(total, discounted, sim.table.quality.astype(np.float64))
 
 
@@ -93,7 +98,8 @@ def values(
     gamma: float = 1.0,
 ) -> Floats:
     """Return the noiseless return of every plan in every world, [W, P]."""
-    quiet, config = msgspec.structs.replace(sim, noise=0.0), config or RewardConfig()
+    quiet = msgspec.structs.replace(sim, noise=0.0)
+    config = config or RewardConfig()
     pairs = [(world, plan) for world in worlds for plan in plans]
     returns = []
     for i in range(0, len(pairs), ENVS_AT_ONCE):

@@ -102,7 +102,8 @@ class Uncommitted:
 
 def play_episodes(backend: HostBackend | Simulator, blueprints: Sequence[str]) -> list[Recording]:
     """Return the episodes of all worlds of a backend: without growth, and each blueprint in each slot that takes it."""
-    table, worlds = backend.table, list(backend.worlds)
+    table = backend.table
+    worlds = list(backend.worlds)
     quality, train_loss, val_loss = _curves(backend, Plan(), ("quality", "train_loss", "val_loss"))
     seeds: list[list[SeedEpisode]] = [[] for _ in worlds]
     for name in blueprints:
@@ -175,7 +176,8 @@ def fit_curve(quality: Sequence[float]) -> tuple[float, float]:
 
     p is sought between 0.3 epochs and the length of the episode, c lies in the range of simulated worlds.
     """
-    measured, t = np.asarray(quality), np.arange(1, len(quality) + 1)
+    measured = np.asarray(quality)
+    t = np.arange(1, len(quality) + 1)
     paces = np.geomspace(0.3, len(measured), 400)
     left = np.exp(-t / paces[:, None])  # [P, T] share of the way that is left
     ceilings = ((measured - START * left) * (1 - left)).sum(axis=1) / ((1 - left) ** 2).sum(axis=1)
@@ -255,7 +257,8 @@ def predicted_gains(config: SimConfig, names: Sequence[str], counts: Sequence[in
     numbers = [BLUEPRINTS.index(name) for name in names]
     epoch = np.full(MODEL_WORLDS, config.horizon - LAST // 2)  # the middle of the last epochs
     host = truth.host_quality(epoch)
-    maturity, room = ((host - truth.start) / (truth.ceiling - truth.start))[:, None, None], truth.room[:, None, None]
+    maturity = ((host - truth.start) / (truth.ceiling - truth.start))[:, None, None]
+    room = truth.room[:, None, None]
     skill = 1.0 - (1.0 - LEARNING_RATE[numbers]) ** (config.horizon - LAST // 2 - 1)
     raw = truth.potential[:, :, numbers] * skill
     gains = maturity * np.where(raw > 0, room * -np.expm1(-np.maximum(raw, 0.0) / room), raw)
@@ -323,9 +326,11 @@ def _without(spread: float, other: float) -> float:
 
 
 def _fit_gains(base: SimConfig, recordings: Sequence[Recording], log_pace: Floats) -> SimConfig:
-    gains, quality = gain_matrix(recordings), np.array([final(each.quality) for each in recordings])
+    gains = gain_matrix(recordings)
+    quality = np.array([final(each.quality) for each in recordings])
     names = sorted({seed.blueprint for each in recordings for seed in each.seeds})
-    goal, rng = moments(gains, quality, log_pace), np.random.default_rng(0)
+    goal = moments(gains, quality, log_pace)
+    rng = np.random.default_rng(0)
     picks = rng.integers(0, len(recordings), (200, len(recordings)))
     errors = np.std([moments(gains[some], quality[some], log_pace[some]) for some in picks], axis=0)
     errors = np.maximum(errors, list(MOMENTS.values()))
@@ -363,7 +368,8 @@ def _first(pair: tuple[float, Floats]) -> float:
 
 
 def _descended(cost: Callable[[Floats], float], here: Floats) -> tuple[float, Floats]:
-    value, step = cost(here), 1.0
+    value = cost(here)
+    step = 1.0
     while step > 0.03:
         before = value
         for axis in np.eye(len(here)):

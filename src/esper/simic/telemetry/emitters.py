@@ -121,10 +121,15 @@ class TelemetryEmitter:
         is_rank_zero: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.hub, self.slots, self.worlds = hub, tuple(slots), list(worlds)
+        self.hub = hub
+        self.slots = tuple(slots)
+        self.worlds = list(worlds)
         self.envs = list(range(len(self.worlds))) if envs is None else list(envs)
         self.host_params = np.broadcast_to(host_params, len(self.envs))  # [E]
-        self.level, self.is_rank_zero, self._clock, self._profiled = level, is_rank_zero, clock, -math.inf
+        self.level = level
+        self.is_rank_zero = is_rank_zero
+        self._clock = clock
+        self._profiled = -math.inf
         self._episode = [1] * len(self.envs)
         self._before: SlotTable | None = None
         self._counts = np.zeros((len(self.envs), 3), dtype=np.int64)  # germinated, fossilised, pruned
@@ -198,7 +203,8 @@ class TelemetryEmitter:
         ops = actions[:, Head.OP]
         acting = np.nonzero(self._alive & ((ops != Op.WAIT) | (self.level >= Level.DEBUG)))[0]
         for e in acting.tolist():
-            op, row = int(ops[e]), actions[e].tolist()
+            op = int(ops[e])
+            row = actions[e].tolist()
             reads = RELEVANCE[op] if 0 <= op < NUM_OPS else RELEVANCE[Op.WAIT]
             heads: dict[str, Any] = {
                 h.name.lower(): _option(HEAD_OPTIONS[h] or (), row[h]) for h in _NAMED_HEADS if reads[h]
@@ -380,7 +386,8 @@ class TelemetryEmitter:
         if not self.hub.wants(events.Episode):
             return
         alive = (table.stage >= SeedStage.BLENDING) & (table.stage <= SeedStage.FOSSILIZED)
-        params, host_params = network_params(table, self.host_params).tolist(), self.host_params.tolist()
+        params = network_params(table, self.host_params).tolist()
+        host_params = self.host_params.tolist()
         for e in range(len(self.envs)):
             germinated, fossilized, pruned = self._counts[e].tolist()
             structure = {self.slots[s]: blueprint_name(int(table.blueprint[e, s])) for s in np.nonzero(alive[e])[0]}

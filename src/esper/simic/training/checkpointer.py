@@ -195,7 +195,10 @@ class Checkpointer:
     """
 
     def __init__(self, config: TrainConfig, directory: Path | None, hub: EventReceiver, group: ProcessGroup) -> None:
-        self.config, self.hub, self.group, self.directory = config, hub, group, directory
+        self.config = config
+        self.hub = hub
+        self.group = group
+        self.directory = directory
         self.best_utility = -math.inf  # of all hosts so far
         self.schedule = CheckpointSchedule(hub, config.checkpoint_share)
         self._next_seq = [0] * group.size  # of every rank's journal, at the end of the last round

@@ -86,7 +86,8 @@ class ProcessGroup:
     def _meet(cls, rank: int, size: int, where: str, poll: Callable[[], None]) -> ProcessGroup:
         """Rendezvous in a separate thread, so that this one can handle signals and call `poll`."""
         silence_s()  # raise ConfigError here, before the ranks connect
-        group, failed = cls(rank, size, poll), []  # type: tuple[ProcessGroup, list[Exception]]
+        group = cls(rank, size, poll)
+        failed: list[Exception] = []
 
         def meet() -> None:
             from torch._C._distributed_c10d import PrefixStore

@@ -69,7 +69,8 @@ class ImitationController:
     """
 
     def __init__(self, policy: ActionSource, env: GrowthVectorEnv, config: TrainConfig, number: int) -> None:
-        self.policy, self.teacher = policy, _teacher(env, config)
+        self.policy = policy
+        self.teacher = _teacher(env, config)
         self.fixed = env.fixed
         draws = uniform(random_bits(world_keys(env.backend.worlds), f"taught {number}", 1))[:, 0]
         self.is_taught = draws < 1.0 - (number + 1) / config.imitation  # [E]

@@ -66,8 +66,10 @@ def train_ppo_vectorized(
     on_round   called with the result of each round
     """
     torch.set_num_threads(config.threads)  # results depend on the number of threads
-    hub, group = NullReceiver() if hub is None else hub, group or ProcessGroup()
-    E, mine = config.envs, group.share(config.envs)
+    hub = NullReceiver() if hub is None else hub
+    group = group or ProcessGroup()
+    E = config.envs
+    mine = group.share(config.envs)
     env = make_env(config, data_root, group) if env is None else env
     check_plans(env, config)
     phases = env.phases
@@ -76,7 +78,8 @@ def train_ppo_vectorized(
             if place is not None:
                 env.backend.store_baselines_in(place)
     training = TrainingState.new(config, env.layout, resumed=resume is not None)
-    network, result = training.network, training.result
+    network = training.network
+    result = training.result
     checkpointer = Checkpointer(config, directory, hub, group)
     buffer = TamiyoRolloutBuffer(
         steps=env.horizon, envs=E, features=num_features(env.layout.slots), masks=env.layout.size,
@@ -111,7 +114,8 @@ def train_ppo_vectorized(
             for step in rollout(env, controller, env.horizon, before_step=check_for_stop, phases=phases):
                 alive = env.backend.table.step == step.number + 1  # [R] others have ended before
                 obs, paid, ended, cut, info = step.result  # after apply, tick, training and validation
-                done, choice = group.pad_rows(ended, E, ended.all()), sampler.choice
+                done = group.pad_rows(ended, E, ended.all())
+                choice = sampler.choice
                 actions = (
                     group.pad_rows(controller.teacher_actions, E)
                     if isinstance(controller, ImitationController)
@@ -177,7 +181,10 @@ class Sampler:
     def __init__(
         self, network: TamiyoNetwork, layout: MaskLayout, group: ProcessGroup, draws: Tensor, obs: Floats, masks: Bools
     ) -> None:
-        self.network, self.layout, self.group, self.draws = network, layout, group, draws  # draws [T, E, 8]
+        self.network = network
+        self.layout = layout
+        self.group = group
+        self.draws = draws  # [T, E, 8]
         self.envs = draws.shape[1]
         self.hidden = network.initial(self.envs)
         self.starts = torch.ones(self.envs, dtype=torch.bool)  # [E] whether the next step is the first of an episode
@@ -203,7 +210,8 @@ class Sampler:
 
 def make_env(config: TrainConfig, data_root: Path | None = None, group: ProcessGroup | None = None) -> GrowthVectorEnv:
     """Return this rank's environments of a config: simulated or real hosts, in the worlds of each round."""
-    mine, phases = (group or ProcessGroup()).share(config.envs), PhaseTimers()
+    mine = (group or ProcessGroup()).share(config.envs)
+    phases = PhaseTimers()
 
     def worlds(number: int) -> list[int]:
         return round_worlds(config, number)[mine]
@@ -257,7 +265,8 @@ def choice_draws(rng_seed: int, number: int, worlds: Sequence[int], steps: int) 
     """
     turn = np.array([list(worlds[:e]).count(world) for e, world in enumerate(worlds)])
     counters = turn[:, None] * NUM_HEADS + np.arange(NUM_HEADS)
-    keys, purpose = world_keys(worlds), f"choices {rng_seed} {number}"
+    keys = world_keys(worlds)
+    purpose = f"choices {rng_seed} {number}"
     bits = [random_bits(keys, purpose, counters, np.full(len(worlds), step)) for step in range(steps)]
     return torch.from_numpy(uniform(np.array(bits)))
 
@@ -270,5 +279,6 @@ def with_returns(update: Update, returns: Floats) -> Update:
 
 def step_stats(choice: Choice, mine: slice, rewards: Floats, utility: Floats) -> StepStats:
     """Return the policy's outputs of this rank's environments, with their rewards and utilities, for telemetry."""
-    value, log_prob = choice.values.numpy()[mine], choice.log_probs.sum(-1).numpy()[mine]
+    value = choice.values.numpy()[mine]
+    log_prob = choice.log_probs.sum(-1).numpy()[mine]
     return StepStats(value, log_prob, choice.entropy.numpy()[mine], rewards, utility)

@@ -133,7 +133,8 @@ class Heuristic:
 
     def _proposals(self, table: SlotTable) -> list[tuple[Op, Bools]]:
         """Return the operations in the order of the rules, with the slots [E, S] they apply to."""
-        c, stage = self.config, table.stage
+        c = self.config
+        stage = table.stage
         holding = stage == Stage.HOLDING
         quality = table.quality[:, None]
         margin = c.z * table.contribution_se
@@ -158,14 +159,17 @@ class Heuristic:
         fresh = table.step == 0
         if self.slot_tries.shape != table.stage.shape:
             fresh = np.ones(table.num_envs, dtype=bool)
-            self.settled, self.tried = np.zeros(table.num_envs, dtype=bool), np.zeros(table.num_envs, dtype=np.int64)
+            self.settled = np.zeros(table.num_envs, dtype=bool)
+            self.tried = np.zeros(table.num_envs, dtype=np.int64)
             self.penalties = np.zeros((table.num_envs, len(BLUEPRINTS)))
             self.slot_tries = np.zeros(table.stage.shape, dtype=np.int64)
         missing = table.takes.shape[1] - self.penalties.shape[1]  # user-defined blueprints may be registered later
         if missing > 0:
             self.penalties = np.pad(self.penalties, ((0, 0), (0, missing)))
-        self.settled[fresh], self.penalties[fresh] = False, 0.0
-        self.tried[fresh], self.slot_tries[fresh] = 0, 0
+        self.settled[fresh] = False
+        self.penalties[fresh] = 0.0
+        self.tried[fresh] = 0
+        self.slot_tries[fresh] = 0
         self.penalties *= 0.5
         self.penalties[self.penalties < 0.1] = 0.0
         change = self._loss_changes(table)

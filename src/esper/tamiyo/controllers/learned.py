@@ -53,7 +53,8 @@ class Learned:
         """What lay beyond these ranges since the last `bind`, by name."""
         self._has_warned = False
         self.fixed = dict(DEFAULT_FIXED if fixed is None else fixed)
-        self.sample, self.rng_seed = sample, rng_seed
+        self.sample = sample
+        self.rng_seed = rng_seed
         self.context: ObsContext | None = None
         self._hidden = network.initial(0)
         self.log: DecisionLog | None = None
@@ -67,7 +68,9 @@ class Learned:
 
     def bind(self, context: ObsContext, worlds: Sequence[int] | None = None) -> None:
         """Set the host's context and the worlds of its environments, and clear the recurrent state."""
-        self.context, self.worlds, self.outside = context, worlds, {}
+        self.context = context
+        self.worlds = worlds
+        self.outside = {}
         self._hidden = self.network.initial(0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,7 +79,8 @@ class Learned:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a result of `state_dict`. Raise ConfigError if it belongs to a policy of another size."""
-        hidden, width = state.get("hidden"), self._hidden.shape[1:]
+        hidden = state.get("hidden")
+        width = self._hidden.shape[1:]
         if not isinstance(hidden, torch.Tensor) or hidden.shape[1:] != width or hidden.dtype != self._hidden.dtype:
             actual = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else hidden
             raise ConfigError(

@@ -63,7 +63,10 @@ class Schedule:
                 raise unknown_name("blueprint", name, BLUEPRINTS)
         self.preferred = [BLUEPRINTS.index(b) if isinstance(b, str) else b for b in names]
         self.plants_any = blueprints is None
-        self.start, self.slots, self.first, self.plan = start, slots, first, plan
+        self.start = start
+        self.slots = slots
+        self.first = first
+        self.plan = plan
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]: commit if it is legal, otherwise plant if it is legal, otherwise wait."""
@@ -109,7 +112,8 @@ class Random:
     """Chooses an operation uniformly among the legal ones, then a slot, then the other heads."""
 
     def __init__(self, rng_seed: int = 0) -> None:
-        self.rng_seed, self.rng = rng_seed, np.random.default_rng(rng_seed)
+        self.rng_seed = rng_seed
+        self.rng = np.random.default_rng(rng_seed)
         self.rngs: list[np.random.Generator] | None = None  # one per environment, after `bind`
 
     def bind(self, worlds: Sequence[int]) -> None:

@@ -125,7 +125,8 @@ def compute_batch_masks(table: SlotTable, legal: Bools, *, fixed: Mapping[Head, 
     `fixed` restricts heads to one option each. Ops that have no slot left are not allowed. WAIT is always
     allowed unless another op is fixed and possible, so at least one op is allowed.
     """
-    takes, fixed = table.takes, fixed or {}
+    takes = table.takes
+    fixed = fixed or {}
     envs, _, slots = legal.shape
     layout = _layout(slots, takes.shape[1])
     masks = np.empty((envs, layout.size), dtype=bool)
@@ -226,6 +227,8 @@ def _places(sizes: tuple[int, ...], width: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def _tables(layout: MaskLayout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return [O, 8, W] the options that an op reads, and the canonical ones of heads that it does not read."""
-    option, read = np.arange(layout.widest), RELEVANCE[..., None]
-    reads, canonical = read & (option < np.array(layout.head_sizes)[:, None]), ~read & (option == CANONICAL[:, None])
+    option = np.arange(layout.widest)
+    read = RELEVANCE[..., None]
+    reads = read & (option < np.array(layout.head_sizes)[:, None])
+    canonical = ~read & (option == CANONICAL[:, None])
     return torch.tensor(reads, device=device), torch.tensor(canonical, device=device)

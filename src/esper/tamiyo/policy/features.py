@@ -182,22 +182,27 @@ def _index(group: Iterable[Feature | str], column: Mapping[str, int]) -> slice |
 
 
 _QUALITY, _VAL_LOSS = _index(columns.QUALITY, ENV_COLUMN), _index(columns.VAL_LOSS, ENV_COLUMN)
-_ENV_SIZES, _ENV_SOFT_INDEX = _index(["params", "macs"], ENV_COLUMN), _index(_ENV_SOFT, ENV_COLUMN)
+_ENV_SIZES = _index(["params", "macs"], ENV_COLUMN)
+_ENV_SOFT_INDEX = _index(_ENV_SOFT, ENV_COLUMN)
 _LAST_OP = _columns(columns.LAST_OP, ENV_COLUMN)  # [ops]
 _SHARES = {
     "share_free": Stage.DORMANT, "share_training": Stage.TRAINING, "share_blending": Stage.BLENDING,
     "share_holding": Stage.HOLDING, "share_fossilized": Stage.FOSSILIZED,
 }  # fmt: skip
-_SHARE_INDEX, _SHARE_STAGES = _index(_SHARES, ENV_COLUMN), np.array(list(_SHARES.values()))
+_SHARE_INDEX = _index(_SHARES, ENV_COLUMN)
+_SHARE_STAGES = np.array(list(_SHARES.values()))
 
 _STAGE = _columns(columns.STAGE, SLOT_COLUMN)  # [stages]
 _BLUEPRINT = _columns([columns.BLUEPRINT[0], *columns.BLUEPRINT], SLOT_COLUMN)  # [B]; noop has no column of its own
 _OPERATOR = _columns(columns.OPERATOR, SLOT_COLUMN)  # [operators]
-_PRICE_PARAMS, _PRICE_MACS = _index(columns.PRICE_PARAMS, SLOT_COLUMN), _index(columns.PRICE_MACS, SLOT_COLUMN)
+_PRICE_PARAMS = _index(columns.PRICE_PARAMS, SLOT_COLUMN)
+_PRICE_MACS = _index(columns.PRICE_MACS, SLOT_COLUMN)
 _PLANTABLE = slice(1, len(BLUEPRINTS))  # all built-in blueprints except noop
 _LIVE = _index(columns.LIVE, SLOT_COLUMN)
 _PLANE = {f.name: k for k, f in enumerate(columns.LIVE)}
-_MAY, _SIZES, _SOFT = _index(columns.MAY, _PLANE), _index(["params", "macs"], _PLANE), _index(SOFT_SLOT, _PLANE)
+_MAY = _index(columns.MAY, _PLANE)
+_SIZES = _index(["params", "macs"], _PLANE)
+_SOFT = _index(SOFT_SLOT, _PLANE)
 
 _POWERS = (np.arange(HISTORY, dtype=np.float64) - (HISTORY - 1))[:, None] ** np.arange(3)  # of the epoch, current = 0
 _SHOWN_HISTORY = slice(-2, -6, -1)  # 1, 2, 3, 4 epochs ago
@@ -260,7 +265,8 @@ def _fill(x: Floats, value: Floats | float) -> None:
 
 def _env_columns(table: SlotTable, context: ObsContext, macs: Ints) -> Float32:
     """Return the environment columns [BASE, E]."""
-    at, envs = ENV_COLUMN, table.num_envs
+    at = ENV_COLUMN
+    envs = table.num_envs
     cols = np.zeros((BASE, envs), dtype=np.float32)
     steps_left = np.maximum(context.horizon - table.step, 0)
     cols[at["time"]] = 1 - steps_left / context.horizon
@@ -340,7 +346,8 @@ def _write_slots(out: Float32, table: SlotTable, context: ObsContext, legal: Boo
 
 def _unchanging(takes: Bools, context: ObsContext) -> Float32:
     """Return one row [S·P] for all environments: sizes and prices, −1 for blueprints that do not fit, 0 elsewhere."""
-    row, fits = context.constants.copy(), takes[:, _PLANTABLE]
+    row = context.constants.copy()
+    fits = takes[:, _PLANTABLE]
     for prices in (_PRICE_PARAMS, _PRICE_MACS):
         row[:, prices] = np.where(fits, row[:, prices], -1)
     return row.reshape(-1)

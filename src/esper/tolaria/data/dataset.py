@@ -167,7 +167,8 @@ def checked(data: Dataset) -> Dataset:
         if len(split.x) != len(split.y):
             raise DataError(f"{where} has {len(split.x)} samples but {len(split.y)} targets")
         if split.x.shape[1:] != data.train.x.shape[1:]:
-            shape, expected = tuple(split.x.shape[1:]), tuple(data.train.x.shape[1:])
+            shape = tuple(split.x.shape[1:])
+            expected = tuple(data.train.x.shape[1:])
             raise DataError(f"{where} has samples of shape {shape}, the train split of shape {expected}")
         if split.y.dtype != torch.int64:
             raise DataError(f"{where} has targets of type {split.y.dtype}; class numbers must be int64")

@@ -4,14 +4,6 @@ import torch
 from torch import nn
 
 import esper
-from esper.leyline.text import html_table
-
-
-def test_texts_are_escaped():
-    html = html_table("<b>", ["<i>"], [["<script>"]], note="a & b")
-    assert "<script>" not in html
-    assert "&lt;script&gt;" in html
-    assert "a &amp; b" in html
 
 
 def test_grower_report_and_worth_are_tables_with_hostile_names_escaped():
