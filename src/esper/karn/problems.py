@@ -9,8 +9,12 @@ from esper.karn.run_state import RunState
 from esper.leyline.text import printable
 
 MOST_ROLLBACKS = 20
-KL_LIMIT, CLIP_LIMIT, ENTROPY_LIMIT = 0.03, 0.3, 0.1
-"""A PPO update with a larger KL or clip fraction, or a smaller relative entropy (0…1) of a head, is a problem."""
+KL_LIMIT = 0.03
+"""A PPO update with a larger KL is a problem."""
+CLIP_LIMIT = 0.3
+"""A PPO update with a larger clip fraction is a problem."""
+ENTROPY_LIMIT = 0.1
+"""A PPO update with a smaller relative entropy (0…1) of a head is a problem."""
 
 
 def problems(run: RunState) -> list[tuple[str, str]]:

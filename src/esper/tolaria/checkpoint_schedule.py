@@ -25,8 +25,11 @@ class CheckpointSchedule:
     """
 
     def __init__(self, hub: EventReceiver, share: float) -> None:
-        self.hub, self.share = hub, share
-        self._started, self._ended, self._cost_s = 0.0, -math.inf, 0.0  # of the last checkpoint
+        self.hub = hub
+        self.share = share
+        self._started = 0.0  # of the last checkpoint, as the next two
+        self._ended = -math.inf
+        self._cost_s = 0.0
 
     def is_due(self, *, always: bool = False) -> bool:
         """Return whether another checkpoint keeps to the share. The clock of its cost starts here."""
