@@ -337,7 +337,7 @@ def test_rng_seed_sets_weights_without_global_rng_state():
 def test_unknown_name_or_layout_error_suggests_a_fix():
     with pytest.raises(UnknownNameError, match="Did you mean 'conv_light'"):
         build("conv_lite", SITE[Layout.MAP])
-    with pytest.raises(BlueprintError, match=r"serves sequence, vector, bidirectional, not map.*takes: conv_light"):
+    with pytest.raises(BlueprintError, match=r"serves sequence, vector, bidirectional, not map.*take: conv_light"):
         build("lora", SITE[Layout.MAP])
     with pytest.raises(UnknownNameError, match="no layout named 'maps'"):
         blueprint("mine", layouts=("maps",))
