@@ -136,7 +136,8 @@ class Governor:
         self.alarms: list[Alarm] = []
         """The alarms of the last step."""
         self.snapshots = [Snapshot(network) for network in networks]
-        self._rows, self._losses = table.clone(), self.losses.copy()  # table and history as of each snapshot
+        # table and history as of each snapshot
+        self._rows, self._losses = table.clone(), self.losses.copy()
         self._failures: dict[int, Exception] = {}  # the error of each environment that failed in this step
         self._broken: dict[int, Exception] = {}  # environments whose rollback failed, until one succeeds
         self._reported: set[tuple[str, str]] = set()  # type and location of errors that were warned about
