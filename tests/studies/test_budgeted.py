@@ -276,7 +276,7 @@ def test_arms_of_equal_steps_have_the_epochs_of_the_grown_arm_in_saved_results(s
     saved = read_saved(ROOT / "studies" / f"{study.name}.json")
     (grown,) = {claim.arm for claim in study.claims if claim.against == "equal_steps"}
     epochs = {tuple(point.epochs for point in record.points) for record in saved.records if record.arm == grown}
-    assert epochs == {study.arm("equal_steps").settings["epochs"]} == {study.arm("no_growth").settings["epochs"]}
+    assert epochs == {tuple(study.arm(name).settings["epochs"]) for name in ("equal_steps", "no_growth")}
 
 
 def test_host_within_the_limit_trains_for_the_whole_budget_of_a_search(monkeypatch):

@@ -49,8 +49,8 @@ def _equal_steps(*epochs: int, **situation: Any) -> tuple[Arm, ...]:
     The grown arm of a study has the same epochs on all of its tasks: costs of seeds relative to the host are alike.
     """
     return (
-        _static("equal_steps", **FULL, epochs=epochs, **situation),
-        _static("no_growth", **HOST_ONLY, epochs=epochs, **situation),
+        _static("equal_steps", **FULL, epochs=[*epochs], **situation),
+        _static("no_growth", **HOST_ONLY, epochs=[*epochs], **situation),
     )
 
 
