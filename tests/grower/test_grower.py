@@ -21,6 +21,7 @@ from esper.kasmina.blueprints import unregister
 from esper.kasmina.optimizer_sync import GradientMeter
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import BlueprintError, ConfigError, LifecycleError, OptimizerError, UnknownNameError
+from esper.leyline.events import Lifecycle
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.nissa.journal_reader import read
 from esper.nissa.run import read_manifest
@@ -855,6 +856,26 @@ def test_recorded_grower_reports_manual_and_automatic_changes(tmp_path):
     assert entries[0].data["slots"] == ["first", "second"]
     assert entries[0].data["steps"] is None  # no horizon was given, so no view shows how much is left
     assert read_manifest(tmp_path / "run")["env_steps"] == 13
+
+
+def test_commit_reports_the_contribution_that_it_was_based_on():
+    hub = EventList()
+    grower = make_grower(esper.Rules(), controller="schedule", telemetry=hub)
+    known = {}
+    for i in range(10):
+        x, y = batch(i)
+        F.cross_entropy(grower.body(x), y).backward()
+        grower.optimizer.step()
+        grower.step([batch(99)])
+        for s, name in enumerate(
+            grower.network.slot_names
+        ):  # measured before this decision
+            known[name, i + 1] = float(grower.table.contribution[0, s])
+    commits = [e for e in hub if isinstance(e, Lifecycle) and e.now == "FOSSILIZED"]
+    assert commits
+    assert [e.contribution for e in commits] == [known[e.slot, e.step] for e in commits]
+    births = [e for e in hub if isinstance(e, Lifecycle) and e.now == "GERMINATED"]
+    assert [e.contribution for e in births] == [None] * len(births)
 
 
 def test_recording_a_grower_does_not_change_training():

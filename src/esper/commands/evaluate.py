@@ -157,6 +157,8 @@ class ControllerComparison:
                 self.must_be_possible(name, i)
             elif name in EVERYTHING or name == "tamiyo" or Path(name).exists():
                 make_controller(name)
+            elif Path(name).name != name:
+                make_controller(name)  # raises: there is no such run
             else:
                 raise unknown_name("controller or run", name, ["tamiyo", *EVERYTHING, *BY_KIND, SEARCH])
 

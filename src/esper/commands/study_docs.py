@@ -15,6 +15,7 @@ import msgspec
 from esper.commands.frontier_chart import frontier_chart, line_chart
 from esper.leyline.atomic_io import make_real_directory, write_atomically
 from esper.leyline.errors import ConfigError, unknown_name
+from esper.studies.contract import Study
 from esper.studies.policy_tables import RETURNS, gains_of_plans, policy_tables, read_evaluations, read_returns
 from esper.studies.rendering import as_markdown, markdown_table
 from esper.studies.repetitions import REPEATED, repetition_tables
@@ -23,6 +24,7 @@ from esper.studies.simulated_policies import SAVED_POLICIES, current_trainings, 
 from esper.studies.statistics import summarize
 from esper.studies.table import SETTINGS_STUDIES, STUDIES
 
+EARLIER = "Command, in an earlier version"
 BEGIN, END = "<!-- study tables: begin -->", "<!-- study tables: end -->"
 VERDICT = "## What it shows"
 DOCS = Path("docs/studies")
@@ -74,6 +76,11 @@ def generated_files() -> Iterator[Generated]:
     yield from simulator_files()
 
 
+def arms_of(study: Study) -> dict[str, str]:
+    """Return what the points of each arm depend on."""
+    return {arm.name: study.settings_hash(arm) for arm in study.arms}
+
+
 def growth_files() -> Iterator[Generated]:
     """Yield the page and the charts of each saved study of growth."""
     for path in sorted(SAVED.glob("*.json")):
@@ -85,7 +92,7 @@ def growth_files() -> Iterator[Generated]:
             chart = DOCS / f"{study.name}-{task}.svg"
             yield Generated(chart, frontier_chart(summary, task), frozenset([study.name]))
             charts.append(f"![{task} against training compute]({chart.name})")
-        command = "Command" if study.name in STUDIES else "Command, in an earlier version"
+        command = "Command" if study.name in STUDIES and arms_of(STUDIES[study.name]) == arms_of(study) else EARLIER
         tables = "\n".join(charts) + f"\n\n{as_markdown(summary)}\n\n{command}: `{saved.command}`"
         yield page(study.name, tables, [study.name], study.question)
 

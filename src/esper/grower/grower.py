@@ -227,6 +227,7 @@ class Grower(Operations, Measuring):
             self._shadow_passes = 0
             meter = self.network.meter
             self.network.write_gradients(self.table, 0, meter.read(meter.pending().tolist()))  # sync: once per epoch
+            self.emit.measured(self.table)
             allowed = lifecycle.legal(self.table, self.rules)
             actions = None
             if self.ranks.is_rank_zero:

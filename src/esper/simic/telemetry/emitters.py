@@ -144,6 +144,12 @@ class TelemetryEmitter:
         """
         self._before = table.clone()
 
+    def measured(self, table: SlotTable) -> None:
+        """Take over contributions that were measured after the last step, which the next decision is based on."""
+        if self._before is not None:
+            self._before.contribution[:] = table.contribution
+            self._before.contribution_se[:] = table.contribution_se
+
     @property
     def counts(self) -> Ints:
         """[E, 3] number of seeds germinated, fossilised and pruned in this episode."""
