@@ -867,9 +867,7 @@ def test_commit_reports_the_contribution_that_it_was_based_on():
         F.cross_entropy(grower.body(x), y).backward()
         grower.optimizer.step()
         grower.step([batch(99)])
-        for s, name in enumerate(
-            grower.network.slot_names
-        ):  # measured before this decision
+        for s, name in enumerate(grower.network.slot_names):  # measured before this decision
             known[name, i + 1] = float(grower.table.contribution[0, s])
     commits = [e for e in hub if isinstance(e, Lifecycle) and e.now == "FOSSILIZED"]
     assert commits
