@@ -304,8 +304,23 @@ _MEND_MLP = msgspec.structs.replace(
     seed_lr=0.05,
 )
 
+_GENERAL = Family(
+    name="general",
+    question="what does this host need, if anything? clothes at 14×14, from sound hosts to hosts of single pixels",
+    widths=(4, 6, 8),
+    blocks=(2, 3, 4),
+    impairments=("none", "kernels", "kernels", "kernel", "width", "missing"),
+    slots=(3, 4, 6),
+    samples=(3_000, 0),
+    label_noise=(0.0, 0.0, 0.2),
+    epochs=(12, 20, 40),
+    batches_per_epoch=12,
+    val_size=600,
+)
+
 _ROWS = (
     _MEND,
+    _GENERAL,
     _SIGHT,
     _HEAL,
     _TRIAGE,
