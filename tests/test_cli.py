@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 import msgspec
 import pytest
 
+from esper import __version__
 from esper.cli import grow
 from esper.commands.growing import GrowSettings
 from tests.support import command_line
@@ -157,3 +158,23 @@ def test_help_describes_each_command():
         done = esper(*command)
         assert done.returncode == 0
         assert "Usage" in done.stdout
+
+
+def test_version_and_short_help_are_printed():
+    printed = esper_in_process("--version")
+    assert (printed.returncode, printed.stdout) == (0, f"esper {__version__}\n")
+    assert "--task" in esper_in_process("grow", "-h").stdout
+
+
+def test_report_without_a_run_takes_the_newest(tmp_path):
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        return command_line.esper_in_process(*args, env=ENV, cwd=tmp_path)
+
+    missing = run("report")
+    assert missing.returncode != 0
+    assert "there is no run yet" in missing.stderr
+    for name in ("first", "second"):
+        done = run("grow", "--task", "digits", "--epochs", "1", "--no-compare", "--out", f"runs/{name}")
+        assert done.returncode == 0, done.stderr
+    assert run("report").returncode == 0
+    assert [path.parent.name for path in tmp_path.glob("runs/*/report.html")] == ["second"]

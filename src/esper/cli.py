@@ -36,7 +36,26 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def print_version(requested: bool) -> None:
+    """Print the version and exit, if requested."""
+    if requested:
+        from esper import __version__  # another distribution's package has none
+
+        print(f"esper {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Neural networks that grow while they train."""
 
 
 @app.command()
@@ -278,8 +297,14 @@ def runs(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Report on this run directory, or compare several.")],
-    out: Annotated[Path | None, typer.Option(help="Write this file; the default is RUN/report.html.")] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Report on this run directory, or compare several; the default is the newest in runs/."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write this file; the default is RUN/report.html, or report.html here for several runs."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
@@ -290,7 +315,7 @@ def report(
     """
     from esper.commands.report import run_report
 
-    run_report(runs, out, json, open_browser)
+    run_report(runs or [], out, json, open_browser)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from esper.karn.run_state import RunState
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import spelled
 from esper.leyline.text import printable
+from esper.nissa.run_list import find_run
 
 MOST_LINES = 20
 """Maximum number of environments listed in the terminal."""
@@ -29,9 +30,8 @@ TOP_PHASES = 3
 
 
 def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: bool) -> None:
-    """Write the report (into the run, or `./report.html` for several) and print a summary."""
-    if not runs:
-        raise ConfigError("no run was given: pass one or several run directories; `esper runs` lists them")
+    """Write the report (into the run, or `./report.html` for several) and print a summary. No run: the newest one."""
+    runs = runs or [newest_run()]
     out = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if out.is_dir():
         out = out / "report.html"
@@ -49,6 +49,14 @@ def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: 
         plainly(console, f"report: {out}")
     if open_browser:
         webbrowser.open(out.absolute().as_uri())
+
+
+def newest_run() -> Path:
+    """Return the newest run in runs/. Raise if there is none."""
+    run = find_run(Path("latest"))
+    if run is None:
+        raise ConfigError("there is no run in runs/. Start one, for instance: esper grow --task rescue")
+    return run
 
 
 # -- terminal output

@@ -156,9 +156,9 @@ def _root(name: str, root: str | Path | None) -> Path:
     if location:
         return Path(location).expanduser()
     way_out = (
-        "Give the text file as root (--data on the command line)"
+        "Give the text file with --data, in Python as root"
         if name == "text"
-        else "Give its folder as root (--data on the command line), or set $ESPER_DATA"
+        else "Give its folder with --data, in Python as root, or set $ESPER_DATA; docs/tasks.md says where to get it"
     )
     raise DataError(f"dataset {name!r} is read from your own files. {way_out}")
 
