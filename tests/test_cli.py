@@ -176,5 +176,4 @@ def test_report_without_a_run_takes_the_newest(tmp_path):
     for name in ("first", "second"):
         done = run("grow", "--task", "digits", "--epochs", "1", "--no-compare", "--out", f"runs/{name}")
         assert done.returncode == 0, done.stderr
-    assert run("report").returncode == 0
-    assert [path.parent.name for path in tmp_path.glob("runs/*/report.html")] == ["second"]
+    assert run("report").stdout.rstrip().endswith("report: runs/second/report.html")
