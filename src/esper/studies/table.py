@@ -319,7 +319,7 @@ _SETTINGS_ROWS = (
                 "small_rollouts": ("envs=128", "rounds=136", "imitation=40"),
             }.items()
         },
-        seeds=(0, 1, 2),
+        seeds=(0, 1),
         worlds=(HELD_OUT_FROM, 256),
     ),
 )

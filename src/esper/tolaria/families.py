@@ -306,7 +306,7 @@ _MEND_MLP = msgspec.structs.replace(
 
 _GENERAL = Family(
     name="general",
-    question="what does this host need, if anything? clothes at 14×14, from sound hosts to hosts of single pixels",
+    question="what does this host need, if anything? clothes at 14×14",
     widths=(4, 6, 8),
     blocks=(2, 3, 4),
     impairments=("none", "kernels", "kernels", "kernel", "width", "missing"),
