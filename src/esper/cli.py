@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from esper.cli_errors import error_text, exit_rank, print_message
-from esper.cli_options import AllowInexact, DataRoot, Json, Resume, RunDirectory, TensorBoard, Threads, Track
+from esper.cli_options import AllowInexact, DataRoot, Json, Resume, RunDirectory, TensorBoard, Threads, Track, Version
 from esper.cli_research import add_research_commands
 from esper.installation import require_own_package
 
@@ -40,21 +40,8 @@ app = typer.Typer(
 )
 
 
-def print_version(requested: bool) -> None:
-    """Print the version and exit, if requested."""
-    if requested:
-        from esper import __version__  # another distribution's package has none
-
-        print(f"esper {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
-def options_of_all(
-    _version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
+def options_of_all(_version: Version = False) -> None:
     """Neural networks that grow while they train."""
 
 

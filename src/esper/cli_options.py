@@ -29,3 +29,17 @@ Threads = Annotated[
     int, typer.Option(min=1, help="Use this many CPU threads; small hosts do not benefit from more than one.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def print_version(requested: bool) -> None:
+    """Print the version and exit, if requested."""
+    if requested:
+        from esper import __version__  # another distribution's package has none
+
+        typer.echo(f"esper {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+]
