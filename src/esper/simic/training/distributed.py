@@ -88,6 +88,7 @@ class ProcessGroup:
         silence_s()  # raise ConfigError here, before the ranks connect
         group = cls(rank, size, poll)
         failed: list[Exception] = []
+        abandoned = threading.Event()
 
         def meet() -> None:
             from torch._C._distributed_c10d import PrefixStore
@@ -96,6 +97,8 @@ class ProcessGroup:
             try:
                 if dist.is_initialized():  # an earlier run of this process has left its group
                     dist.destroy_process_group()
+                if abandoned.is_set():  # a file store whose directory was removed would block the exit for minutes
+                    return
                 store, *_ = next(rendezvous(where, rank, size, timeout=PATIENCE))
                 if where == "env://":
                     store = PrefixStore(_attempt(store, rank, size), store)
@@ -109,9 +112,13 @@ class ProcessGroup:
 
         thread = threading.Thread(target=meet, name="esper-rendezvous", daemon=True)
         thread.start()
-        while thread.is_alive():
-            thread.join(0.1)
-            poll()
+        try:
+            while thread.is_alive():
+                thread.join(0.1)
+                poll()
+        except BaseException:
+            abandoned.set()
+            raise
         for error in failed:
             raise TrainingError(
                 f"rank {rank} of {size} could not join the process group at {where}: {error}"
