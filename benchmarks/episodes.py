@@ -62,7 +62,7 @@ class RoundWork:
 
 def play_round(case: Case, rng_seed: int) -> RoundWork:
     """Train for one round in worlds that depend on `rng_seed`, and return what it did."""
-    sets = [f"task={case.task}", f"envs={case.envs}", f"seed={rng_seed}", "rounds=1", "ppo.groups=1"]
+    sets = [f"task={case.task}", f"envs={case.envs}", f"seed={rng_seed}", "rounds=1", "ppo.minibatches=1"]
     config = load_config(sets=sets, more={"epochs": case.epochs})
     env = make_env(config)
     backend = env.backend

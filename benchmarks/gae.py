@@ -95,7 +95,7 @@ def measure(envs: int, steps: int, repeats: int) -> dict[str, Any]:
 def filled_buffer(envs: int, steps: int) -> TamiyoRolloutBuffer:
     """Return a full buffer with an episode end about every 100 steps. No truncation: the others do not support it."""
     noise = torch.Generator().manual_seed(0)
-    buffer = TamiyoRolloutBuffer(steps=steps, envs=envs, features=1, masks=1, hidden=(1,))
+    buffer = TamiyoRolloutBuffer(steps=steps, envs=envs, features=1, masks=1)
     buffer.rewards.normal_(generator=noise)
     buffer.values.normal_(generator=noise)
     buffer.bootstrap[-1].normal_(generator=noise)

@@ -77,9 +77,14 @@ class Case:
 
     def config(self, rounds: int) -> TrainConfig:
         """Return the settings of a training run on this case; its task must be registered."""
-        shape = [f"envs={self.envs}", f"worlds={self.envs}", f"epochs={self.steps}", f"rounds={rounds}"]
-        groups = [f"ppo.groups={min(2, self.envs)}"]
-        return load_config(sets=[f"task={self.task.name}", *shape, *groups, f"engine.strategy={self.strategy}"])
+        shape = [
+            f"envs={self.envs}",
+            f"worlds={self.envs}",
+            f"epochs={self.steps}",
+            f"rounds={rounds}",
+            "ppo.minibatches=2",
+        ]
+        return load_config(sets=[f"task={self.task.name}", *shape, f"engine.strategy={self.strategy}"])
 
 
 def cases(quick: bool) -> list[Case]:

@@ -85,7 +85,7 @@ def run_rank(quick: bool, place: str) -> None:
     torch.set_num_threads(1)
     size, envs, steps = (16, 4, 1) if quick else (512, 16, 6)
     TASKS["reference"] = reference_task(size, size)
-    shape = [f"envs={envs}", f"worlds={envs}", f"epochs={steps}", "rounds=2", "ppo.groups=2"]
+    shape = [f"envs={envs}", f"worlds={envs}", f"epochs={steps}", "rounds=2", "ppo.minibatches=2"]
     config = load_config(sets=["task=reference", "rules.birth=isolated", *shape])  # as in the stored measurements
     group = ProcessGroup.join()
     ends: list[float] = []

@@ -1,13 +1,13 @@
-"""Recurrent, masked, factored PPO on simulated hosts, in one file.
+"""Masked, factored PPO on simulated hosts, in one file.
 
     python examples/ppo_one_file.py --rounds 60 --envs 32
 
 The package implements the same algorithm in `tamiyo/network.py`, `simic/agent/` and `simic/training/`, with what
-long runs need: chunked sequences, episodes of different lengths, two recurrent cores, telemetry and checkpoints. This
-file follows the data flow for whole episodes and a GRU. It imports only the environment, the observation layout and
-the action masks from Esper. A test checks that both implementations have the same weights after an update.
+long runs need: episodes of different lengths, custom blueprints, telemetry and checkpoints. This file follows the data
+flow for whole episodes. It imports only the environment, the observation layout and the action masks from Esper. A
+test checks that both implementations have the same weights after an update.
 
-Legend: T steps, E environments, N those of a minibatch, S slots, D width, H hidden, W options of the widest head.
+Legend: T steps, E environments, N steps of a minibatch, S slots, D width, W options of the widest head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Settings:
     envs: int = 32
     seed: int = 0
     width: int = 64
-    hidden: int = 64
     patience: float = 2.5  # initial logit of WAIT; without it a new policy prunes seeds before they can learn
     epsilon: float = 0.02  # weight of the uniform distribution over legal choices
     lr: float = 1e-3
@@ -39,7 +38,7 @@ class Settings:
     lam: float = 0.95
     clip: float = 0.2
     epochs: int = 4  # passes over a rollout
-    groups: int = 4  # minibatches per pass
+    minibatches: int = 4  # per pass
     target_kl: float = 0.02
     value_coef: float = 0.5
     entropy_coef: float = 0.01
@@ -61,34 +60,33 @@ def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
 
 
 class Policy(nn.Module):
-    """A shared slot encoder with pooling, a recurrent core, and heads. Weights have the names of TamiyoNetwork's."""
+    """A shared slot encoder with pooling, a state encoder, and heads. Weights have the names of TamiyoNetwork's."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        d, h = settings.width, settings.hidden
+        d = settings.width
         self.slot_encoder = nn.Sequential(linear(PER_SLOT, d), nn.ReLU(), linear(d, d), nn.ReLU())
-        self.base_encoder = nn.Sequential(linear(BASE + 2 * d, d), nn.ReLU())
-        self.core = nn.GRUCell(d, h)
-        self.op_head = nn.Sequential(linear(h + d, d), nn.ReLU(), linear(d, NUM_OPS, gain=0.01))
+        self.state_encoder = nn.Sequential(linear(BASE + 2 * d, d), nn.ReLU(), linear(d, d), nn.ReLU())
+        self.op_head = nn.Sequential(linear(d, d), nn.ReLU(), linear(d, NUM_OPS, gain=0.01))
         self.op_head[-1].bias.data[Op.WAIT] = settings.patience
-        self.value_head = nn.Sequential(linear(h + d, d), nn.ReLU(), linear(d, 1, gain=0.1))
+        self.value_head = nn.Sequential(linear(d, d), nn.ReLU(), linear(d, 1, gain=0.1))
         self.op_embedding = nn.Embedding(NUM_OPS, d)
-        self.from_core, self.from_slot = linear(h + d, d), linear(d, d)
+        self.from_state, self.from_slot = linear(d, d), linear(d, d)
         self.slot_score = linear(d, 1, gain=0.01)
         self.choices = linear(d, sum(REST.values()), gain=0.01)
         self.register_buffer("mean", torch.zeros(()))  # of returns; the value head predicts normalised returns
         self.register_buffer("std", torch.ones(()))
 
-    def look(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the encodings of the environment [*, D] and of every slot [*, S, D]."""
+    def encode(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the encodings of the state [*, D] and of every slot [*, S, D]."""
         base, slots = obs[..., :BASE], self.slot_encoder(obs[..., BASE:].unflatten(-1, (-1, PER_SLOT)))
-        return self.base_encoder(torch.cat([base, slots.mean(-2), slots.amax(-2)], -1)), slots
+        return self.state_encoder(torch.cat([base, slots.mean(-2), slots.amax(-2)], -1)), slots
 
     def logits(self, state: Tensor, slots: Tensor, op: Tensor, slot: Tensor, widest: int) -> Tensor:
         """Return the logits of every head given op and slot, padded to one tensor [*, 8, W]."""
         out = state.new_zeros(*op.shape, NUM_HEADS, widest)
         out[..., Head.OP, :NUM_OPS] = self.op_head(state)
-        query = self.from_core(state) + self.op_embedding(op)
+        query = self.from_state(state) + self.op_embedding(op)
         aware = torch.relu(query[..., None, :] + self.from_slot(slots))  # [*, S, D] each slot, given the op
         out[..., Head.SLOT, : slots.shape[-2]] = self.slot_score(aware).squeeze(-1)
         chosen = self.choices(torch.take_along_dim(aware, slot[..., None, None], -2).squeeze(-2))
@@ -131,12 +129,9 @@ def draw(log_probs: Tensor, generator: torch.Generator) -> Tensor:
 def rollout(env: GrowthVectorEnv, policy: Policy, settings: Settings, generator: torch.Generator) -> dict[str, Tensor]:
     layout, rows = env.layout, []
     obs, info = env.reset()
-    hidden = torch.zeros(env.num_envs, settings.hidden)  # reset for new episodes
     for _ in range(env.horizon):
         observed, masks = torch.from_numpy(obs), torch.from_numpy(info["masks"])
-        look, slots = policy.look(observed)
-        hidden = policy.core(look, hidden)
-        state = torch.cat([hidden, look], -1)
+        state, slots = policy.encode(observed)
         op = draw(log_distribution(policy.op_head(state), masks[:, layout.op], settings.epsilon), generator)
         scores = policy.logits(state, slots, op, torch.zeros_like(op), layout.widest)[:, Head.SLOT, : layout.slots]
         slot = draw(log_distribution(scores, slot_given_op(masks, layout, op), settings.epsilon), generator)
@@ -197,13 +192,8 @@ def rescale_values(policy: Policy, mean: float, std: float) -> None:
 def loss_of(
     policy: Policy, layout: MaskLayout, settings: Settings, batch: dict[str, Tensor], entropy_coef: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of whole episodes [T, N, …] and its statistics."""
-    look, slots = policy.look(batch["obs"])
-    hidden, remembered = torch.zeros(look.shape[1], settings.hidden), []
-    for encoding in look:  # only the core is sequential
-        hidden = policy.core(encoding, hidden)
-        remembered.append(hidden)
-    state = torch.cat([torch.stack(remembered), look], -1)
+    """Return the loss of a minibatch [N, …] and its statistics."""
+    state, slots = policy.encode(batch["obs"])
     actions, masks = batch["actions"], batch["masks"]
     op, slot = actions[..., Head.OP], actions[..., Head.SLOT]
     mask = conditioned(masks, layout, op, slot)
@@ -211,7 +201,7 @@ def loss_of(
     chosen = log_probs.gather(-1, actions[..., None]).squeeze(-1)
 
     # a head is trained where there was a choice of op, the chosen op uses the head, and the head had several options
-    counts = batch["free"][..., None] & READS[op] & (mask.sum(-1) > 1)  # [T, N, 8]
+    counts = batch["free"][..., None] & READS[op] & (mask.sum(-1) > 1)  # [N, 8]
     decided = batch["free"].sum().clamp(min=1)
     change = torch.where(counts, chosen - batch["log_probs"], 0.0).clamp(-20, 20)
     ratio, gain = change.exp(), batch["advantages"][..., None]
@@ -239,12 +229,13 @@ def update(
     data["advantages"] = centred / centred[free].square().mean().sqrt().clamp(min=1e-3)
     rescale_values(policy, *scale.update(data["returns"]))
 
+    flat = {name: x.flatten(0, 1) for name, x in data.items()}  # [T·E, …]
     stats: list[dict[str, float]] = []
     for _ in range(settings.epochs):
         this_pass = len(stats)
-        order = torch.randperm(settings.envs, generator=generator)
-        for group in order.tensor_split(settings.groups):
-            loss, numbers = loss_of(policy, layout, settings, {k: x[:, group] for k, x in data.items()}, entropy_coef)
+        order = torch.randperm(free.numel(), generator=generator)
+        for some in order.tensor_split(settings.minibatches):  # random steps of all environments
+            loss, numbers = loss_of(policy, layout, settings, {k: x[some] for k, x in flat.items()}, entropy_coef)
             assert stats or numbers["ratio_off"] < 1e-4, "rollout and update compute different log-probabilities"
             optimizer.zero_grad()
             loss.backward()

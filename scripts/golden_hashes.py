@@ -38,7 +38,7 @@ GROW = {
     "grow heuristic, open": [*DIGITS, "--controller", "heuristic", *OPEN],
     "grow tamiyo, open": [*DIGITS, "--controller", "tamiyo", *OPEN],
 }
-SMALL = ["--envs", "4", "--no-compare", "--set", "ppo.groups=2", "--set", "checkpoint_share=1"]
+SMALL = ["--envs", "4", "--no-compare", "--set", "ppo.minibatches=2", "--set", "checkpoint_share=1"]
 REAL = ["--task", "digits", "--epochs", "12", *SMALL]
 BIRTH = {name: ["--set", f"rules.birth={name}"] for name in ("isolated", "open")}
 STACKED = ["--set", "engine.strategy=stacked"]

@@ -34,7 +34,7 @@ def card(file: Path = SHIPPED) -> str:
     facts = {
         "file": f"`{file.name}`, {len(content):,} bytes, sha256 `{metadata[CHECKSUM][:16]}…`",
         "parameters": f"{weights:,}",
-        "network": ", ".join(f"{name} {value}" for name, value in network.items()),
+        "network": ", ".join(f"`{name}` {value}" for name, value in network.items()),
         "trained on": f"`{about['trained_on']}`, {about['env_steps']:,} epochs of real hosts",
         "heads that it does not choose": ", ".join(
             f"{head.name.lower()} = {(HEAD_OPTIONS[head] or ())[option]}" for head, option in fixed.items()

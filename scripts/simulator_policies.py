@@ -1,7 +1,7 @@
 """Train policies on the simulator with several training seeds and compare each with the best fixed schedule.
 
     python scripts/simulator_policies.py --seeds 0 1 2 3 4                     # the preset `sim`
-    python scripts/simulator_policies.py --seeds 0 --set network.core=none     # one setting changed
+    python scripts/simulator_policies.py --seeds 0 --set imitation=0           # one setting changed
 
 U in held-out worlds with sampled actions, as in `esper eval`; with actions sampled without the uniform share of
 exploration; and with the likeliest actions. The lead of the second over the best fixed schedule is paired by world,

@@ -25,7 +25,7 @@ from esper.simic.training.vectorized import train_ppo_vectorized
 from esper.tolaria.rollout import rollout
 
 PACKAGE = Path(esper.__file__).parent
-SETTINGS = ["task=digits", "envs=4", "worlds=4", "epochs=12", "rounds=2", "ppo.groups=2", "checkpoint_share=0.1"]
+SETTINGS = ["task=digits", "envs=4", "worlds=4", "epochs=12", "rounds=2", "ppo.minibatches=2", "checkpoint_share=0.1"]
 Functions = set[tuple[str, str]]  # (file, qualified name)
 
 

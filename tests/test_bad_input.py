@@ -39,7 +39,7 @@ from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task, get_task
 from tests.support.bad_input import MOST, Case, check, esper
 
-SIM = ["train", "--sim", "--rounds", "1", "--envs", "2", "--epochs", "2", "--no-compare", "--set", "ppo.groups=1"]
+SIM = ["train", "--sim", "--rounds", "1", "--envs", "2", "--epochs", "2", "--no-compare", "--set", "ppo.minibatches=1"]
 HOSTS = ["train", "--task", "digits", *SIM[2:]]
 GROW = ["grow", "--task", "digits", "--epochs", "1", "--no-compare"]
 CIFAR = ["grow", "--task", "cifar", "--epochs", "1", "--no-compare", "--data"]
@@ -85,12 +85,13 @@ SETTINGS = [
     setting("rounds=true", "rounds must be int", command=["train", "--sim"]),
     setting("ppo.lrr=1", "no setting 'ppo.lrr'", "Did you mean 'lr'?"),
     setting("nonsense", "--set takes a.b=c"),
+    setting("ppo.minibatches=9223372036854775808", "ppo.minibatches must lie in 1…65536"),
     setting("ppo.clip_ratio=3", "between 0 and 1", "3.0"),
     setting("ppo.lr=nan", "above 0 and finite", "nan"),
     setting("rounds=-1", "rounds must be ≥ 1", command=["train", "--sim"]),
     setting("threads=100000000", "threads must be at most 1024"),
     setting("worlds=0", "worlds must be ≥ 1"),
-    setting("network.hidden=100000000", "must lie in 1…8192"),
+    setting("network.width=100000000", "must lie in 1…8192"),
     setting("sim.slots=1000000000", "slots must be at most 1000"),
     setting("network=3", "group of settings", "network.…"),
     setting("reward.mode=bogus", "no reward mode named 'bogus'", "utility"),
@@ -280,8 +281,15 @@ POLICIES = [
     policy("wrong type", "settings require", "int32", change={"first": lambda t: t.int()}),
     policy("one tensor more", "'more'", change={"more": lambda t: t.clone()}),
     policy("settings not JSON", "Fetch it again", network="{"),
-    policy("settings without end", "must lie in 1…8192", network='{"hidden": 100000000}'),
-    policy("settings of another network", "settings require", network='{"hidden": 4096}'),
+    policy("settings without end", "must lie in 1…8192", network='{"width": 100000000}'),
+    policy("settings of another network", "settings require", network='{"width": 4096}'),
+    policy(
+        "settings of another version",
+        "other observations",
+        "network settings",
+        "Train it again",
+        network='{"depth": 3}',
+    ),
     policy("fixed heads not JSON", "Fetch it again", fixed="["),
     policy("fixed heads of another kind", "Expected", fixed='{"TEMPO": null}'),
     policy("fixed heads out of range", "TEMPO is fixed at 99", fixed='{"TEMPO": 99}'),

@@ -41,7 +41,7 @@ def names_of_extras() -> set[str]:
 
 TINY = {
     "grow": ["--task", "digits", "--epochs", "4"],
-    "train": ["--task", "digits", "--rounds", "1", "--envs", "2", "--epochs", "4", "--set", "ppo.groups=1"],
+    "train": ["--task", "digits", "--rounds", "1", "--envs", "2", "--epochs", "4", "--set", "ppo.minibatches=1"],
 }
 
 

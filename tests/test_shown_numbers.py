@@ -12,7 +12,7 @@ from tests.support import command_line
 ROUNDS = 3
 TRAIN = [
     "train", "--sim", "--rounds", ROUNDS, "--envs", "4", "--epochs", "20", "--set", "worlds=8",
-    "--set", "network.width=16", "--set", "network.hidden=16", "--set", "ppo.groups=2",
+    "--set", "network.width=16", "--set", "ppo.minibatches=2",
 ]  # fmt: skip
 
 

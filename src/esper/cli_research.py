@@ -105,6 +105,9 @@ def study(
     workers: Workers = 1,
     out: Annotated[Path, typer.Option(help="Keep the results in this directory.")] = Path("runs/studies"),
     show: Annotated[bool, typer.Option("--show", help="Show the finished jobs without running any.")] = False,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Keep the jobs of the saved study that still apply.")
+    ] = False,
     save: Annotated[bool, typer.Option("--save", help="Write all results to studies/ when they are complete.")] = False,
     docs: Annotated[bool, typer.Option("--docs", help="Only write the tables and charts of docs/studies/.")] = False,
     check: Annotated[bool, typer.Option("--check", help="With --docs: only name outdated files, exit with 1.")] = False,
@@ -126,7 +129,7 @@ def study(
     from esper.leyline.errors import ConfigError
 
     if docs:
-        if arm or worlds or tuning or shard != "1/1" or show or save:
+        if arm or worlds or tuning or shard != "1/1" or show or save or extend:
             raise ConfigError("--docs writes what is saved: leave out every option except --check")
         from esper.commands.study_docs import run_docs
 
@@ -137,11 +140,13 @@ def study(
     from esper.commands.study import list_studies, run_study
 
     if name is None:
+        if extend:
+            raise ConfigError("--extend adds to a saved study: name it")
         list_studies(out)
     else:
         run_study(
             name, arms=arm or [], worlds=worlds, tuning=tuning, shard=shard, workers=workers, out=out, show=show,
-            save=save,
+            save=save, extend=extend,
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from tests.support.command_line import esper, esper_in_process
 from tests.support.compared_runs import write_run
 
 SMALL = {"simulated": True, "rounds": 2, "envs": 4, "epochs": 14, "task": None, "seed": None, "start_from": None}
-SETS = ["ppo.groups=2", "worlds=4"]
+SETS = ["ppo.minibatches=2", "worlds=4"]
 
 
 def train_ab(ab, out=None, opens=None, **more):
@@ -89,7 +89,7 @@ def test_second_run_does_not_depend_on_the_first(tmp_path):
         (["seed=3"], {"seed": 1}, "Use --set seed=… instead of --seed"),
         (["simulated=false"], {}, "Use --set simulated=… instead of --sim"),
         (["task=digits"], {"simulated": None}, "--ab cannot change the task"),
-        (["ppo.groups=2"], {}, "changes nothing"),
+        (["ppo.minibatches=2"], {}, "changes nothing"),
         (["ppo.lrr=2"], {}, "Did you mean 'lr'"),
         (["ppo"], {}, "takes a.b=c"),
     ],
@@ -115,8 +115,8 @@ def test_options_are_removed_with_their_values():
 
 def test_workers_train_both_runs(tmp_path):
     done = esper(
-        "train", "--sim", "--rounds", "1", "--envs", "4", "--epochs", "6", "--set", "ppo.groups=2", "--set", "worlds=4",
-        "--workers", "2", "--no-compare", "--ab", "ppo.lr=0.05", "--out", tmp_path / "x",
+        "train", "--sim", "--rounds", "1", "--envs", "4", "--epochs", "6", "--set", "ppo.minibatches=2",
+        "--set", "worlds=4", "--workers", "2", "--no-compare", "--ab", "ppo.lr=0.05", "--out", tmp_path / "x",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "b against a" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 
 import msgspec
 import numpy as np
@@ -184,9 +185,12 @@ def test_tables_of_real_hosts_fit_into_80_columns():
 def test_initial_policy_keeps_its_own_shape():
     shipped = load_config(more={"start_from": "tamiyo"})
     assert new_network(shipped).config == with_policy_network(shipped).network
-    other = load_config(sets=["network.hidden=32"], more={"start_from": "tamiyo"})
-    with pytest.raises(ConfigError, match=r"other network settings .*Use --set network\.hidden=64, or"):
+    other = load_config(sets=["network.width=32"], more={"start_from": "tamiyo"})
+    with pytest.raises(ConfigError, match=r"other network settings .*Use --set network\.width=64 ") as error:
         with_policy_network(other)
+    advice = re.findall(r"--set (\S+?)(?=,? )", str(error.value))
+    followed = load_config(sets=advice, more={"start_from": "tamiyo"})
+    assert with_policy_network(followed).network == new_network(shipped).config
     assert with_policy_network(load_config()).network == NetworkConfig()
 
 

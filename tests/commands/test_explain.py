@@ -23,8 +23,8 @@ from esper.simic.training.vectorized import train_ppo_vectorized
 from esper.tamiyo.decision_record import DecisionRecord
 from esper.tamiyo.explanation import explain, importances, operations
 
-SETS = ["task=digits", "rounds=2", "envs=2", "worlds=2", "epochs=10", "ppo.groups=1", "network.width=16",
-        "network.hidden=16", "network.patience=0.0", "checkpoint_share=1"]  # fmt: skip
+SETS = ["task=digits", "rounds=2", "envs=2", "worlds=2", "epochs=10", "ppo.minibatches=1", "network.width=16",
+        "network.patience=0.0", "checkpoint_share=1"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from esper.commands.study import list_studies, parse_shard, parse_worlds, run_study
@@ -26,7 +27,7 @@ def study(monkeypatch, tmp_path):
 def run(name="example", **changes):
     options = {
         "arms": [], "worlds": None, "tuning": False, "shard": "1/1", "workers": 1, "out": Path("out"), "show": False,
-        "save": False,
+        "save": False, "extend": False,
     }  # fmt: skip
     run_study(name, **options | changes)
 
@@ -88,6 +89,49 @@ def test_jobs_kept_in_the_repository_are_not_run_again_until_the_study_is_saved(
 
 
 @pytest.mark.usefixtures("study")
+def test_saved_study_is_repeated_or_extended(study, monkeypatch, capsys):
+    run(save=True)
+    new_arm = msgspec.structs.replace(study.arms[1], name="new")
+    monkeypatch.setitem(STUDIES, "example", msgspec.structs.replace(study, arms=(*study.arms, new_arm)))
+    capsys.readouterr()
+
+    run(extend=True, out=Path("extended"), save=True)
+    assert "6 jobs, 4 of them finished before" in capsys.readouterr().out
+    assert {r.arm for r in read_results(Path("extended/example"))} == {"new"}
+    assert len(json.loads(Path("studies/example.json").read_text())["records"]) == 6
+
+    changed = msgspec.structs.replace(study.arms[0], settings={"base": 0.25})
+    monkeypatch.setitem(STUDIES, "example", msgspec.structs.replace(study, arms=(changed, study.arms[1])))
+    run(extend=True, out=Path("changed"))
+    assert "4 jobs, 2 of them finished before" in capsys.readouterr().out
+    assert {r.arm for r in read_results(Path("changed/example"))} == {"worse"}
+
+
+@pytest.mark.usefixtures("study")
+def test_saved_study_is_shown_until_it_is_repeated(capsys):
+    run(save=True)
+    run(show=True, out=Path("elsewhere"))
+    assert "Incomplete" not in capsys.readouterr().out
+
+    run(out=Path("repeated"), shard="1/2")
+    assert "2 jobs, 0 of them finished before" in capsys.readouterr().out
+    run(show=True, out=Path("repeated"))
+    assert "Incomplete: 2 of 4 jobs are missing." in capsys.readouterr().out
+    list_studies(Path("repeated"))
+    assert "example: 2 of 4 jobs finished, saved" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("study")
+def test_damaged_saved_study_does_not_hide_the_others(capsys):
+    Path("studies").mkdir()
+    Path("studies/example.json").write_text("{}")
+    list_studies(Path("out"))
+    printed = capsys.readouterr().out
+    assert "example: studies/example.json is not a saved study" in printed
+    assert "open_birth: " in printed
+
+
+@pytest.mark.usefixtures("study")
 def test_show_runs_nothing_and_arms_select(capsys):
     run(show=True)
     assert "Incomplete: 4 of 4 jobs are missing." in capsys.readouterr().out
@@ -104,6 +148,7 @@ def test_show_runs_nothing_and_arms_select(capsys):
         ({"worlds": "0:5"}, ConfigError, "worlds start at 100 or above"),
         ({"worlds": "100:5", "tuning": True}, ConfigError, "tuning worlds lie below 100"),
         ({"tuning": True, "save": True}, ConfigError, "leave out --tuning"),
+        ({"extend": True}, ConfigError, "'example' is not saved: there is no studies/example.json to extend"),
         ({"worlds": "100:5", "save": True}, ConfigError, "leave out --tuning, --arm, --worlds"),
     ],
 )
@@ -161,9 +206,11 @@ def test_missing_trainings_of_settings_run_in_shards_and_are_saved(capsys):
     assert saved == [("first", 0), ("better", 0), ("first", 1), ("better", 1)]
 
     Path("out/settings/results.jsonl").unlink()
-    run("settings")
+    run("settings", extend=True)
     assert "4 jobs, 4 of them finished before" in capsys.readouterr().out
     assert trainings() == []
+    run("settings", arms=["first"], out=Path("repeated"))
+    assert "2 jobs, 0 of them finished before" in capsys.readouterr().out
     list_studies(Path("out"))
     assert "settings: 4 of 4 jobs finished, saved\n    Which is better?" in capsys.readouterr().out
 
@@ -186,6 +233,7 @@ def test_arms_of_settings_select_and_show_runs_nothing(capsys):
         ({"arms": ["bettr"]}, UnknownNameError, "Did you mean 'better'"),
         ({"worlds": "0:5"}, ConfigError, "leave out --tuning and --worlds"),
         ({"tuning": True}, ConfigError, "leave out --tuning and --worlds"),
+        ({"extend": True}, ConfigError, "'settings' is not saved"),
         ({"show": True, "save": True}, ConfigError, "--save writes a whole study"),
     ],
 )

@@ -18,7 +18,7 @@ from esper.simic.training.config import load_config
 from esper.tolaria.tasks import Task
 from tests.support.command_line import esper, esper_in_process
 
-SMALL = ["--rounds", "2", "--envs", "4", "--epochs", "14", "--set", "ppo.groups=2", "--set", "worlds=4"]
+SMALL = ["--rounds", "2", "--envs", "4", "--epochs", "14", "--set", "ppo.minibatches=2", "--set", "worlds=4"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_train_writes_policy_journal_and_report_and_prints_a_table(run):
     }
     result = read_manifest(out)
     assert (result["status"], result["controller"], result["env_steps"]) == ("finished", "tamiyo", 2 * 4 * 14)
-    assert result["config"]["ppo"]["groups"] == 2
+    assert result["config"]["ppo"]["minibatches"] == 2
     kinds = [e.kind for e in read(out)]
     assert kinds.count("update") == 2
     assert kinds.count("episode") == 8
@@ -91,7 +91,7 @@ def test_start_builds_and_probes_the_environments_once(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name), calls))
     options = {"task": "digits", "rounds": 1, "envs": 2, "epochs": 2, "seed": 0}
     flags = TrainOptions(out=tmp_path / "run", compare=False)
-    run_train(flags, preset=None, config_file=None, sets=["ppo.groups=1", "worlds=2"], more=options, show=False)
+    run_train(flags, preset=None, config_file=None, sets=["ppo.minibatches=1", "worlds=2"], more=options, show=False)
     assert calls == {"__init__": 1, "context_of": 1, "load_data": 1}
     assert list((tmp_path / "run" / "baselines").rglob("*.json"))
 

@@ -9,6 +9,6 @@ def test_model_card_is_up_to_date():
 
 def test_model_card_shows_ranges_of_training():
     text = card()
-    assert "| slots in training | 3 |" in text
-    assert "`rescue`, 14,080 epochs of real hosts" in text
+    assert "| slots in training | 3 to 6 |" in text
+    assert "`general`, 21,840 epochs of real hosts" in text
     assert "| `time` | env | 0.000 | 0.975 | 0 to 1 |" in text

@@ -30,9 +30,7 @@ from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.events import Checkpoint
 from esper.leyline.stages import SeedStage
 from esper.nissa.journal_reader import read
-from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random, wait_everywhere
-from esper.tamiyo.controllers.learned import Learned
-from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
+from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random, Wait, wait_everywhere
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.packing import packed, unpacked
 from tests.support import ROOT
@@ -739,17 +737,29 @@ def test_changed_arguments_are_reported_and_used(saved):
     assert grower.body.incubation == "shadow"
 
 
-def test_policy_with_another_memory_is_refused_with_nothing_changed(tmp_path):
-    def tamiyo(hidden: int) -> Grower:
-        torch.manual_seed(0)
-        return maker(controller=Learned(TamiyoNetwork(NetworkConfig(width=16, hidden=hidden))))()[0]
+def test_state_that_the_controller_refuses_changes_nothing(tmp_path, monkeypatch):
+    def refuse(_state: Any) -> None:
+        raise ConfigError("the state is of another controller.")
 
-    grower = tamiyo(8)
+    grower = maker(controller="heuristic")()[0]
     grower.step()
     grower.save(tmp_path)
-    other = tamiyo(12)
+    other = maker(controller="heuristic")()[0]
+    monkeypatch.setattr(other.controller, "load_state_dict", refuse)
     before = state_hashes(other)
-    with pytest.raises(CheckpointError, match="of another policy"):
+    with pytest.raises(CheckpointError, match="of another controller"):
+        other.load(tmp_path)
+    assert state_hashes(other) == before
+
+
+def test_state_of_a_controller_that_has_none_now_is_refused(tmp_path):
+    grower = maker(controller="heuristic")()[0]
+    grower.step()
+    grower.save(tmp_path)
+    stateless = type("Heuristic", (Wait,), {})
+    other = maker(controller=stateless())()[0]
+    before = state_hashes(other)
+    with pytest.raises(CheckpointError, match="its controller 'Heuristic' had a state"):
         other.load(tmp_path)
     assert state_hashes(other) == before
 

@@ -190,6 +190,7 @@ def test_recorded_loops_compare_the_networks_at_their_ends(tmp_path):
                     optimizer.step()
                     last = grower.step([batch])
     result = compare_runs([tmp_path / "a0", tmp_path / "a1", tmp_path / "b0", tmp_path / "b1"])
+    assert [side.settings["controller"] for side in result.arms] == ["none", "schedule"]
     [pair] = result.pairs
     assert [len(side.paths) for side in result.arms] == [2, 2]
     assert pair.worlds == [0, 1]

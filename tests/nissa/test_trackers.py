@@ -14,7 +14,9 @@ from esper.nissa.recorder import record
 from esper.nissa.sinks import MOST_LAG_S, CallThread, TrackerSink, must_be_available
 from tests.support.trackers import EPISODE, STARTED, esper, loaded, mlflow_metrics, needs, step, update, wandb_metrics
 
-TRAIN = ["train", "--sim", "--rounds", "2", "--envs", "2", "--epochs", "6", "--set", "ppo.groups=2", "--no-compare"]
+TRAIN = [
+    "train", "--sim", "--rounds", "2", "--envs", "2", "--epochs", "6", "--set", "ppo.minibatches=2", "--no-compare",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_mlflow_receives_the_same_scalars_live_and_from_the_journal(tracked):
         assert [(step, pytest.approx(value, rel=1e-6)) for step, value in metrics["env1/quality"]] == written[
             "env1/quality"
         ]
-        assert settings["ppo.groups"] == "2"
+        assert settings["ppo.minibatches"] == "2"
 
 
 @needs("tensorboard", "accelerate", "wandb")
@@ -56,7 +58,7 @@ def test_wandb_receives_the_same_scalars_live_and_from_the_journal(tracked):
         assert set(metrics) == set(written)
         assert [(step, pytest.approx(value, rel=1e-6)) for step, value in metrics["update/kl"]] == written["update/kl"]
         assert len(metrics["env0/quality"]) == 12
-        assert settings["ppo.groups"] == "2"
+        assert settings["ppo.minibatches"] == "2"
 
 
 @needs("accelerate", "trackio")

@@ -52,7 +52,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(file: Path, *sets: str) -> TrainConfig:
-    small = ["rounds=3", "envs=4", "worlds=6", "ppo.groups=2", "network.width=16", "network.hidden=16",
+    small = ["rounds=3", "envs=4", "worlds=6", "ppo.minibatches=2", "network.width=16",
              "network.patience=0.0", "checkpoint_share=1"]  # fmt: skip
     return load_config(sets=[f"task={file}", *small, *sets])
 
@@ -72,7 +72,7 @@ def varied_worlds(file: Path) -> list[int]:
 
 def network() -> TamiyoNetwork:
     torch.manual_seed(3)
-    net = TamiyoNetwork(NetworkConfig(width=16, hidden=16, patience=0.0))
+    net = TamiyoNetwork(NetworkConfig(width=16, patience=0.0))
     with torch.no_grad():
         for layer in (net.op_head[-1], net.slot_score, net.choices):
             layer.weight.mul_(60.0)  # type: ignore[operator, union-attr]
@@ -88,26 +88,22 @@ def test_padded_slots_do_not_change_decisions_of_the_real_ones(file: Path) -> No
     env = GrowthVectorEnv(backend, worlds)
     obs, info = env.reset()
     assert [part.table.num_slots for part in backend.parts] == [2, 5, 3]
-    hidden = net.initial(3)
-    alone = [net.initial(1) for _ in worlds]
     acted = 0
     for step in range(6):
         draws = choice_draws(0, 0, worlds, env.horizon)[step]
-        padded = net.act(torch.from_numpy(obs), torch.from_numpy(info["masks"]), hidden, env.layout, draws)
+        padded = net.act(torch.from_numpy(obs), torch.from_numpy(info["masks"]), env.layout, draws)
         for e, part in enumerate(backend.parts):
             table = part.table
             may = legal(table, backend.rules)
             own = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])
             single = net.act(
                 torch.from_numpy(batch_obs_to_features(table, part.context, legal=may)),
-                torch.from_numpy(compute_batch_masks(table, may, fixed=env.fixed)), alone[e], own, draws[e : e + 1],
+                torch.from_numpy(compute_batch_masks(table, may, fixed=env.fixed)), own, draws[e : e + 1],
             )  # fmt: skip
-            alone[e] = single.hidden
             assert torch.equal(single.actions, padded.actions[e : e + 1])
             torch.testing.assert_close(single.log_probs, padded.log_probs[e : e + 1], atol=1e-5, rtol=0)
             torch.testing.assert_close(single.values, padded.values[e : e + 1], atol=1e-5, rtol=1e-5)
             acted += int(single.actions[0, Head.OP] != Op.WAIT)
-        hidden = padded.hidden
         obs, _, _, _, info = env.step(padded.actions.numpy())
     assert acted > 3
 
@@ -232,7 +228,7 @@ def test_default_pool_of_a_family_has_256_worlds(file: Path) -> None:
 
 @pytest.mark.slow
 def test_commands_work_with_a_family_and_workers_change_nothing(file: Path, tmp_path: Path) -> None:
-    small = ["--task", file, "--rounds", "2", "--envs", "4", "--set", "worlds=5", "--set", "ppo.groups=2"]
+    small = ["--task", file, "--rounds", "2", "--envs", "4", "--set", "worlds=5", "--set", "ppo.minibatches=2"]
     for name, run, more in (("one", esper_in_process, []), ("two", esper, ["--workers", "2"])):
         done = run("train", *small, *more, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr

@@ -127,7 +127,7 @@ if __name__ == "__main__":
     arm = Arm(name="a", kind="example_wait", settings={"file": sys.argv[2]})
     command.STUDIES["example"] = example_study(arms=(arm,), claims=())
     command.run_study("example", arms=[], worlds=None, tuning=False, shard="1/1", workers=1, out=Path(sys.argv[1]),
-                      show=False, save=False)
+                      show=False, save=False, extend=False)
 """
 
 

@@ -27,7 +27,7 @@ SMALL_NUMBERS = ("return_scale", "updates", "bad_in_a_row", "update_events", "en
 OF_THE_CLOCK = {"wall_ms"}
 TINY = [
     "--sim", "--envs", "6", "--epochs", "20", "--set", "worlds=16", "--set", "network.width=16",
-    "--set", "network.hidden=16", "--set", "ppo.groups=3", "--set", "ppo.entropy_final=0.01",
+    "--set", "ppo.minibatches=3", "--set", "ppo.entropy_final=0.01",
     "--set", "checkpoint_share=1.0", "--no-compare",
 ]  # fmt: skip
 

@@ -13,13 +13,13 @@ from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.run_files import DECISIONS
 from esper.simic.training.config import TrainConfig, load_config
-from esper.simic.training.vectorized import train_ppo_vectorized
+from esper.simic.training.vectorized import choice_draws, round_worlds, train_ppo_vectorized
 from esper.tamiyo.decision_record import MOST_ENVS, DecisionLog, DecisionRecord
-from esper.tamiyo.explanation import MEMORY, explain, importances, neutral_values
+from esper.tamiyo.explanation import explain, importances, neutral_values
 from esper.tamiyo.policy.feature_table import BASE, ENV_COLUMN, PER_SLOT, SLOT_COLUMN
 
-SETS = ["simulated=true", "rounds=2", "envs=20", "worlds=20", "epochs=15", "ppo.groups=2", "network.width=16",
-        "network.hidden=16", "network.patience=0.0", "checkpoint_share=1"]  # fmt: skip
+SETS = ["simulated=true", "rounds=2", "envs=20", "worlds=20", "epochs=15", "ppo.minibatches=2", "network.width=16",
+        "network.patience=0.0", "checkpoint_share=1"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,10 @@ def test_record_holds_the_last_round_of_the_first_environments(record: DecisionR
 
 def test_recorded_policy_is_the_one_that_decided(record: DecisionRecord, run: tuple[Path, TrainConfig]) -> None:
     network, layout = record.network(), record.layout
-    hidden = network.initial(MOST_ENVS)
-    for step in range(4):
-        torch.testing.assert_close(record.hidden[step], hidden, atol=1e-6, rtol=0)
-        hidden = network.act(record.obs[step], record.masks[step], hidden, layout, None).hidden
+    config = run[1]
+    for step, draws in enumerate(choice_draws(config.seed, 1, round_worlds(config, 1), len(record.obs))):
+        choice = network.act(record.obs[step], record.masks[step], layout, draws[:MOST_ENVS])
+        assert torch.equal(choice.actions, record.actions[step])
     first = train_ppo_vectorized(load_config(sets=[*SETS, "rounds=1"]))  # the policy that acted in round 2
     for name, value in first.network.state_dict().items():
         torch.testing.assert_close(value, record.weights[name])
@@ -90,7 +90,7 @@ def test_influence_is_the_change_of_the_chosen_actions_log_probability(record: D
     env, step = acting(record, Op.GERMINATE)
     explanation = explain(record, env, step)
     neutral = neutral_values(record)
-    strongest = next(i for i in explanation.influences if i.name != MEMORY and i.slot)
+    strongest = next(i for i in explanation.influences if i.slot)
     column = SLOT_COLUMN[strongest.name]
     at = BASE + record.facts.slots.index(strongest.slot) * PER_SLOT + column
     assert strongest.neutral == pytest.approx(float(neutral[BASE + column]))
@@ -102,15 +102,11 @@ def test_influence_is_the_change_of_the_chosen_actions_log_probability(record: D
     assert effects == sorted(effects, reverse=True)
 
 
-def test_feature_at_its_neutral_value_and_empty_memory_have_no_influence(record: DecisionRecord) -> None:
+def test_feature_at_its_neutral_value_has_no_influence(record: DecisionRecord) -> None:
     first = explain(record, 0, 1)
     effects = {i.name: i.effect for i in first.influences if not i.slot}
     assert effects["has_budget"] == 0.0  # constant, so always at its mean
-    assert effects[MEMORY] == 0.0  # an episode starts without memory
-    step, env = torch.nonzero(record.actions[..., Head.OP] == Op.GERMINATE)[-1].tolist()
-    assert step > 1
-    later = {i.name: i.effect for i in explain(record, env, step + 1).influences if not i.slot}
-    assert later[MEMORY] != 0.0
+    assert effects["time"] != 0.0
 
 
 @pytest.mark.parametrize(("env", "step", "message"), [(16, 1, "0 to 15"), (-1, 1, "0 to 15"), (0, 16, "1 to 15"),
@@ -122,7 +118,7 @@ def test_unknown_environment_or_step_is_refused(env: int, step: int, message: st
 
 def test_unused_and_constant_features_have_no_importance(record: DecisionRecord) -> None:
     weights = {name: value.clone() for name, value in record.weights.items()}
-    weights["base_encoder.0.weight"][:, ENV_COLUMN["quality"]] = 0.0
+    weights["state_encoder.0.weight"][:, ENV_COLUMN["quality"]] = 0.0
     by_feature = {(i.feature.scope, i.feature.name): i for i in importances(replace(record, weights=weights))}
     assert by_feature["env", "quality"].nats == pytest.approx(0.0, abs=1e-9)
     assert by_feature["env", "quality"].sd > 0
@@ -151,7 +147,7 @@ def test_record_survives_a_round_trip_and_damage_is_reported(record: DecisionRec
 
 def test_log_of_one_environment_resumes_where_it_was(record: DecisionRecord) -> None:
     log, network = DecisionLog(), record.network()
-    rows = [[f[t, :1] for f in (record.obs, record.masks, record.actions, record.hidden)] for t in range(4)]
+    rows = [[f[t, :1] for f in (record.obs, record.masks, record.actions)] for t in range(4)]
     for row in rows[:2]:
         log.add(*row)
     resumed = DecisionLog()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -37,15 +36,14 @@ from esper.tamiyo.policy.feature_table import BASE, PER_SLOT, SLOT_COLUMN
 from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features, num_features
 from tests.support.random_tables import LIVELY, random_table
 
-CORES = ("gru", "lstm")
 BUILT_IN = len(BLUEPRINTS)
 EXTRA = 4  # number of custom blueprints
 
 
-def network(core="gru", seed=0, lively=True, **settings):
+def network(seed=0, lively=True, **settings):
     """Return a small network. With `lively`, output weights are scaled up to give peaked distributions."""
     torch.manual_seed(seed)
-    net = TamiyoNetwork(NetworkConfig(core=core, width=16, hidden=12, **settings))
+    net = TamiyoNetwork(NetworkConfig(width=16, **settings))
     if lively:
         with torch.no_grad():
             for layer in (net.op_head[-1], net.slot_score, net.choices):
@@ -91,9 +89,7 @@ def permuted(obs, masks, layout, order):
 
 def values_and_log_probs(net, obs, masks, layout, op, slot):
     """Return values [E] and log-probabilities [E, 8, W] given op and slot."""
-    look, slots = net._encode(obs)
-    hidden = net._recur(look, net.initial(len(obs)))
-    state = torch.cat([hidden[:, : net.config.hidden], look], -1)
+    state, slots = net._encode(obs)
     logits = net._logits(state, slots, op, slot, layout.widest)
     return net._value(state), log_distribution(logits, conditioned(masks, layout, op, slot), net.config.epsilon)
 
@@ -101,11 +97,10 @@ def values_and_log_probs(net, obs, masks, layout, op, slot):
 # --- weights shared by all slots
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("slots", [2, 5])
-def test_network_is_equivariant_to_slot_order(core, slots):
+def test_network_is_equivariant_to_slot_order(slots):
     _, obs, masks, layout = random_inputs(60, slots, seed=slots)
-    net = network(core)
+    net = network()
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(1))
     moved_obs, moved_masks = permuted(obs, masks, layout, order)
     place = torch.argsort(order)  # the new position of each slot
@@ -129,7 +124,7 @@ def test_same_weights_serve_3_9_and_25_slots():
     net = network()
     for slots in (3, 9, 25):
         table, obs, masks, layout = random_inputs(50, slots, seed=7)
-        choice = net.act(obs, masks, net.initial(50), layout, random_numbers(50))
+        choice = net.act(obs, masks, layout, random_numbers(50))
         assert is_legal(table, choice.actions.numpy(), LIVELY).all()
         assert choice.values.shape == (50,)
         assert torch.isfinite(choice.log_probs).all()
@@ -137,16 +132,16 @@ def test_same_weights_serve_3_9_and_25_slots():
             assert choice.actions[:, Head.SLOT].max() > 3
 
 
-def test_sizes_match_the_config_and_default_is_small():
+def test_layers_have_the_configured_width_and_default_is_small():
     assert sum(p.numel() for p in TamiyoNetwork().parameters()) < 80_000
-    for core, states in (("gru", 1), ("lstm", 2)):
-        net = TamiyoNetwork(NetworkConfig(core=core, width=8, hidden=5))
-        assert net.hidden_size == 5 * states
-        assert net.initial(3).shape == (3, 5 * states)
-        assert not net.initial(3).any()
+    layers = [m for m in TamiyoNetwork(NetworkConfig(width=8)).modules() if isinstance(m, nn.Linear)]
+    outputs = {NUM_OPS, 1, sum(len(HEAD_OPTIONS[h] or ()) for h in Head if h not in (Head.OP, Head.SLOT))}
+    assert {m.out_features for m in layers} == {8} | outputs
 
 
-@pytest.mark.parametrize("wrong", [{"width": 0}, {"hidden": 0}, {"epsilon": 1.0}, {"epsilon": -0.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"width": 0}, {"width": 8193}, {"epsilon": 1.0}, {"epsilon": -0.1}, {"patience": 51.0}]
+)
 def test_invalid_network_config_is_rejected(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         NetworkConfig(**wrong)
@@ -175,9 +170,8 @@ FIXES = ((), tuple(DEFAULT_FIXED.items()), ((Head.OP, int(Op.GERMINATE)), (Head.
 def test_act_is_legal_on_thousands_of_tables(fixed, blueprints, sampled):
     for seed, slots in ((0, 1), (1, 3), (2, 7)):
         table, obs, masks, layout = random_inputs(700, slots, seed, blueprints, fixed)
-        net = network(CORES[seed % 2], seed)
-        hidden = torch.randn(700, net.hidden_size, generator=torch.Generator().manual_seed(seed))
-        choice = net.act(obs, masks, hidden, layout, random_numbers(700, seed=seed) if sampled else None)
+        net = network(seed)
+        choice = net.act(obs, masks, layout, random_numbers(700, seed=seed) if sampled else None)
         actions = choice.actions.numpy()
         assert is_legal(table, actions, LIVELY).all()
         op = actions[:, Head.OP]
@@ -194,7 +188,7 @@ def test_act_is_legal_on_thousands_of_tables(fixed, blueprints, sampled):
 def test_act_without_random_numbers_is_greedy():
     _, obs, masks, layout = random_inputs(200, 3, seed=5)
     net = network()
-    choice = net.act(obs, masks, net.initial(200), layout, None)
+    choice = net.act(obs, masks, layout, None)
     op, slot = choice.actions[:, Head.OP], choice.actions[:, Head.SLOT]
     _, log_probs = values_and_log_probs(net, obs, masks, layout, op, slot)
     torch.testing.assert_close(choice.log_probs, log_probs.amax(-1).detach(), atol=1e-5, rtol=1e-5)
@@ -206,7 +200,7 @@ def test_choice_frequencies_match_log_probabilities():
     net, samples_drawn = network(patience=0.0), 40_000
     row = int(masks[:, layout.op].sum(-1).argmax())
     many = lambda x: x[row].expand(samples_drawn, -1)  # noqa: E731
-    choice = net.act(many(obs), many(masks), net.initial(samples_drawn), layout, random_numbers(samples_drawn, seed=9))
+    choice = net.act(many(obs), many(masks), layout, random_numbers(samples_drawn, seed=9))
     joint, group, count = torch.unique(choice.actions, dim=0, return_inverse=True, return_counts=True)
     chance = torch.zeros(len(joint), dtype=torch.double)
     chance[group] = choice.log_probs.double().sum(-1).exp()
@@ -218,114 +212,47 @@ def test_choice_frequencies_match_log_probabilities():
 # --- evaluate equals act
 
 
-def played(net, steps, envs, slots, *, blueprints=BUILT_IN, seed=0, end_share=0.2):
-    """Return the fields [T, E, …] of a rollout over unrelated tables with random episode ends."""
-    rng = np.random.default_rng(seed)
-    rows, hidden = [], net.initial(envs)
-    start = np.ones(envs, dtype=bool)
-    _, obs, masks, layout = random_inputs(steps * envs, slots, 11, blueprints)
-    for t in range(steps):
-        now = slice(t * envs, (t + 1) * envs)
-        starts = torch.from_numpy(start)
-        hidden = hidden.masked_fill(starts[:, None], 0.0)
-        choice = net.act(obs[now], masks[now], hidden, layout, random_numbers(envs, seed=seed * 1000 + t))
-        rows.append((obs[now], masks[now], choice, hidden, starts))
-        hidden, start = choice.hidden, rng.random(envs) < end_share
-    fields = {
-        "obs": torch.stack([r[0] for r in rows]),
-        "masks": torch.stack([r[1] for r in rows]),
-        "actions": torch.stack([r[2].actions for r in rows]),
-        "log_probs": torch.stack([r[2].log_probs for r in rows]),
-        "entropy": torch.stack([r[2].entropy for r in rows]),
-        "values": torch.stack([r[2].values for r in rows]),
-        "hidden": torch.stack([r[3] for r in rows]),
-        "starts": torch.stack([r[4] for r in rows]),
-    }
-    return fields, layout
-
-
-def evaluate_part(net, fields, layout, first, stop):
-    part = {name: x[first:stop] for name, x in fields.items()}
-    return net.evaluate(part["obs"], part["masks"], part["actions"], part["hidden"][0], part["starts"], layout), part
-
-
 @pytest.mark.parametrize("blueprints", [BUILT_IN, BUILT_IN + EXTRA])
-@pytest.mark.parametrize("core", CORES)
-def test_evaluate_reproduces_act(core, blueprints):
-    net = network(core)
+def test_evaluate_reproduces_act(blueprints):
+    _, obs, masks, layout = random_inputs(240, 3, 11, blueprints)
+    net = network()
     net.renormalise(0.7, 2.5)
-    fields, layout = played(net, 20, 12, 3, blueprints=blueprints)
-    assert fields["starts"][1:].any(0).sum() > 6  # most environments have several episodes
-    judged, _ = evaluate_part(net, fields, layout, 0, 20)
-    torch.testing.assert_close(judged.log_probs, fields["log_probs"], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(judged.entropy[..., Head.OP], fields["entropy"], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(judged.values, fields["values"], atol=1e-5, rtol=1e-5)
+    choice = net.act(obs, masks, layout, random_numbers(240))
+    judged = net.evaluate(obs, masks, choice.actions, layout)
+    torch.testing.assert_close(judged.log_probs, choice.log_probs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(judged.entropy[..., Head.OP], choice.entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(judged.values, choice.values, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(judged.raw_values * 2.5 + 0.7, judged.values)
 
 
 @settings(max_examples=30, deadline=None)
-@given(core=st.sampled_from(CORES), cuts=st.sets(st.integers(1, 15), max_size=6), seed=st.integers(0, 3))
-def test_evaluate_does_not_depend_on_chunk_boundaries(core, cuts, seed):
-    net = network(core)
-    fields, layout = played(net, 16, 5, 3, seed=seed)
-    bounds = [0, *sorted(cuts), 16]
-    for first, stop in pairwise(bounds):
-        judged, part = evaluate_part(net, fields, layout, first, stop)
-        torch.testing.assert_close(judged.log_probs, part["log_probs"], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(judged.values, part["values"], atol=1e-5, rtol=1e-5)
+@given(rows=st.lists(st.integers(0, 79), min_size=1, max_size=80, unique=True), seed=st.integers(0, 3))
+def test_results_of_a_row_do_not_depend_on_the_others(rows, seed):
+    """Any minibatch gives the probabilities and values of the rollout."""
+    _, obs, masks, layout = random_inputs(80, 3, 11)
+    net, uniform = network(seed), random_numbers(80, seed=seed)
+    whole, some = net.act(obs, masks, layout, uniform), net.act(obs[rows], masks[rows], layout, uniform[rows])
+    assert torch.equal(some.actions, whole.actions[rows])
+    judged = net.evaluate(obs[rows], masks[rows], some.actions, layout)
+    for result in (some, judged):
+        torch.testing.assert_close(result.log_probs, whole.log_probs[rows], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result.values, whole.values[rows], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_new_episode_resets_the_hidden_state_even_if_nan(core):
-    net = network(core)
-    fields, layout = played(net, 10, 6, 3)
-    fields["starts"][4] = True
-    clean, _ = evaluate_part(net, fields, layout, 4, 10)
-    judged, _ = evaluate_part(net, fields, layout, 0, 10)
-    torch.testing.assert_close(judged.values[4:], clean.values, atol=1e-6, rtol=1e-6)
-    fields["hidden"][4] = torch.nan
-    again, _ = evaluate_part(net, fields, layout, 4, 10)
-    assert torch.equal(again.values, clean.values)
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_gradients_flow_through_time_within_an_episode_only(core):
-    net = network(core)
-    fields, layout = played(net, 8, 4, 3, end_share=0.0)
-    fields["obs"].requires_grad_()
-    judged, _ = evaluate_part(net, fields, layout, 0, 8)
-    judged.values[7].sum().backward()
-    reach = fields["obs"].grad.abs().sum((1, 2))
-    assert (reach > 0).all()  # the last value depends on the first observation
-    fields["obs"].grad = None
-    fields["starts"][5] = True
-    judged, _ = evaluate_part(net, fields, layout, 0, 8)
-    judged.values[7].sum().backward()
-    reach = fields["obs"].grad.abs().sum((1, 2))
-    assert not reach[:5].any()
-    assert (reach[5:] > 0).all()
-
-
-@pytest.mark.parametrize(("core", "layer"), [("gru", nn.GRU), ("lstm", nn.LSTM)])
-def test_core_equals_the_torch_layer(core, layer):
-    net = network(core)
-    reference = layer(16, 12)
-    reference.load_state_dict({f"{name}_l0": x for name, x in net.core.state_dict().items()})
-    inputs = torch.randn(7, 3, 16, generator=torch.Generator().manual_seed(0))
-    expected, last = reference(inputs)
-    hidden = net.initial(3)
-    for now, expected_hidden in zip(inputs, expected, strict=True):
-        hidden = net._recur(now, hidden)
-        torch.testing.assert_close(hidden[:, :12], expected_hidden, atol=1e-5, rtol=1e-5)
-    if core == "lstm":
-        torch.testing.assert_close(hidden[:, 12:], last[1][0], atol=1e-5, rtol=1e-5)
+def test_leading_dimensions_may_be_steps_and_environments():
+    _, obs, masks, layout = random_inputs(80, 3, 11)
+    net = network()
+    actions = net.act(obs, masks, layout, random_numbers(80)).actions
+    flat = net.evaluate(obs, masks, actions, layout)
+    grid = net.evaluate(*(x.unflatten(0, (20, 4)) for x in (obs, masks, actions)), layout)
+    for name in ("log_probs", "entropy", "values", "raw_values"):
+        torch.testing.assert_close(getattr(grid, name).flatten(0, 1), getattr(flat, name), atol=1e-5, rtol=1e-5)
 
 
 def test_heads_are_conditioned_on_op_and_slot():
     _, obs, _, layout = random_inputs(100, 3, seed=5)
     net = network()
-    look, slots = net._encode(obs)
-    state = torch.cat([net._recur(look, net.initial(100)), look], -1)
+    state, slots = net._encode(obs)
     ask = lambda op, slot: net._logits(  # noqa: E731
         state, slots, torch.full((100,), op), torch.full((100,), slot), layout.widest
     ).detach()
@@ -343,8 +270,7 @@ def test_each_head_option_has_its_own_output():
     sizes = {h: len(HEAD_OPTIONS[h] or ()) for h in Head if h not in (Head.OP, Head.SLOT)}
     assert net.choices.out_features == sum(sizes.values())
     _, obs, _, layout = random_inputs(10, 3, seed=5)
-    look, slots = net._encode(obs)
-    state = torch.cat([net._recur(look, net.initial(10)), look], -1)
+    state, slots = net._encode(obs)
     zero = torch.zeros(10, dtype=torch.long)
     row = 0
     for head, size in sizes.items():
@@ -368,9 +294,9 @@ def test_renormalise_keeps_values(mean, std):
     _, obs, masks, layout = random_inputs(50, 3, seed=5)
     net = network()
     net.renormalise(0.4, 3.0)
-    before = net.act(obs, masks, net.initial(50), layout, None)
+    before = net.act(obs, masks, layout, None)
     net.renormalise(mean, std)
-    after = net.act(obs, masks, net.initial(50), layout, None)
+    after = net.act(obs, masks, layout, None)
     torch.testing.assert_close(after.values, before.values, atol=1e-4, rtol=1e-4)
     assert torch.equal(after.log_probs, before.log_probs)
     assert (float(net.mean), float(net.std)) == pytest.approx((mean, std))
@@ -406,21 +332,12 @@ def test_scale_of_an_observation_has_no_effect_on_a_standardised_policy():
     scaled = torch.cat([obs[:, :BASE] * factor[:BASE], obs[:, BASE:] * factor[BASE:].repeat(3)], 1)
     other.observe(scaled)
 
-    choice = net.act(obs, masks, net.initial(50), layout, None)
+    choice = net.act(obs, masks, layout, None)
 
-    expected = other.act(scaled, masks, other.initial(50), layout, None)
+    expected = other.act(scaled, masks, layout, None)
     torch.testing.assert_close(choice.log_probs, expected.log_probs, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(choice.values, expected.values, atol=1e-4, rtol=1e-4)
     assert net._standardised(1000 * obs[:, :BASE], slice(BASE)).abs().max() == MOST_DEVIATION
-
-
-def test_network_without_memory_ignores_earlier_steps():
-    _, obs, masks, layout = random_inputs(50, 3, seed=5)
-    net = network("none")
-    fresh = net.act(obs, masks, net.initial(50), layout, None)
-    later = net.act(obs, masks, torch.randn(50, net.hidden_size), layout, None)
-    assert torch.equal(fresh.log_probs, later.log_probs)
-    assert torch.equal(fresh.values, later.values)
 
 
 def test_blueprints_without_an_output_are_masked():
@@ -463,20 +380,19 @@ def test_masks_of_built_in_blueprints_are_unchanged():
 def test_network_accepts_any_number_of_slots():
     net = network()
     for slots in (1, 4):
-        look, encoded = net._encode(torch.zeros(2, num_features(slots)))
-        assert look.shape == (2, 16)
+        state, encoded = net._encode(torch.zeros(2, num_features(slots)))
+        assert state.shape == (2, 16)
         assert encoded.shape == (2, slots, 16)
 
 
 def test_entropy_covers_only_relevant_heads():
     _, obs, masks, layout = random_inputs(200, 3, seed=5)
     net = network()
-    start, hidden = torch.ones(1, 200, dtype=torch.bool), net.initial(200)
-    choice = net.act(obs, masks, hidden, layout, random_numbers(200))
+    choice = net.act(obs, masks, layout, random_numbers(200))
     op, slot = choice.actions[:, Head.OP], choice.actions[:, Head.SLOT]
     _, log_probs = values_and_log_probs(net, obs, masks, layout, op, slot)
     expected = entropy(log_probs, conditioned(masks, layout, op, slot)).detach()
     torch.testing.assert_close(choice.entropy, expected[:, Head.OP], atol=1e-5, rtol=1e-5)
-    judged = net.evaluate(obs[None], masks[None], choice.actions[None], hidden, start, layout).entropy[0].detach()
+    judged = net.evaluate(obs, masks, choice.actions, layout).entropy.detach()
     torch.testing.assert_close(judged, expected, atol=1e-5, rtol=1e-5)
     assert not judged[torch.from_numpy(~RELEVANCE[op.numpy()])].any()

@@ -19,8 +19,8 @@ from esper.tamiyo.policy_file import POLICY, load_policy, save_policy, view
 
 CONFIGS = [
     NetworkConfig(),
-    NetworkConfig(core="lstm", width=8, hidden=6, epsilon=0.1, patience=0.0),
-    NetworkConfig(core="none", width=8, hidden=6, standardise=True),
+    NetworkConfig(width=8, epsilon=0.1, patience=0.0),
+    NetworkConfig(width=8, standardise=True),
 ]
 
 
@@ -38,11 +38,11 @@ def rewritten(path, **changed):
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / POLICY
-    save_policy(TamiyoNetwork(NetworkConfig(width=8, hidden=6)), path, fixed=DEFAULT_FIXED, trained_on="sim", round=7)
+    save_policy(TamiyoNetwork(NetworkConfig(width=8)), path, fixed=DEFAULT_FIXED, trained_on="sim", round=7)
     return path
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["gru", "lstm", "standardised"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["default", "small", "standardised"])
 def test_policy_round_trips_with_config_and_return_statistics(config, tmp_path):
     network = TamiyoNetwork(config)
     network.renormalise(0.3, 2.0)
@@ -65,7 +65,7 @@ def test_header_contains_provenance_and_config_as_json(saved):
 
 
 def test_save_replaces_an_older_file(saved):
-    other = TamiyoNetwork(NetworkConfig(width=4, hidden=3))
+    other = TamiyoNetwork(NetworkConfig(width=4))
     save_policy(other, saved, fixed={})
     assert [p.name for p in saved.parent.iterdir()] == [POLICY]
     assert load_policy(saved)[0].config.width == 4
@@ -94,7 +94,13 @@ def test_safetensors_file_without_a_policy_is_rejected(tmp_path):
 
 def test_policy_with_other_features_is_rejected(saved, monkeypatch):
     monkeypatch.setattr(policy_file, "feature_names", lambda _: ["another"])
-    with pytest.raises(DataError, match=r"other observations or choices .* Train it again"):
+    with pytest.raises(DataError, match=r"other observations, choices .* Train it again"):
+        load_policy(saved)
+
+
+def test_policy_of_a_version_with_other_network_settings_is_rejected(saved):
+    rewritten(saved, network='{"width": 8, "core": "gru"}')
+    with pytest.raises(DataError, match=r"other .* network settings than this version has\. Train it again"):
         load_policy(saved)
 
 
@@ -127,8 +133,7 @@ def test_truncated_file_is_reported_as_damaged(saved, share):
         {"network": "{"},
         {"network": '{"width": "wide"}'},
         {"network": '{"width": 0}'},
-        {"network": '{"depth": 3}'},
-        {"network": '{"width": 9, "hidden": 6}'},
+        {"network": '{"width": 9}'},
     ],
     ids=str,
 )
@@ -176,8 +181,8 @@ def test_policy_without_a_checksum_is_rejected(saved):
 
 
 def test_equal_policies_give_equal_bytes(tmp_path):
-    network = TamiyoNetwork(NetworkConfig(width=8, hidden=6))
-    again = TamiyoNetwork(NetworkConfig(width=8, hidden=6))
+    network = TamiyoNetwork(NetworkConfig(width=8))
+    again = TamiyoNetwork(NetworkConfig(width=8))
     again.load_state_dict(dict(reversed(network.state_dict().items())))
     save_policy(network, tmp_path / "one", fixed=DEFAULT_FIXED, trained_on="sim", round=7)
     contents = set()

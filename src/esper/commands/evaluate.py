@@ -45,7 +45,7 @@ from esper.simic.evaluation.sim_oracle import FollowPlans
 from esper.simic.evaluation.sim_oracle import best_schedule as best_plan
 from esper.simic.family_backend import FamilyBackend
 from esper.simic.simulator import Simulator
-from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, built, load_config
+from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, built, config_of_run, load_config
 from esper.simic.training.vectorized import make_backend
 from esper.tamiyo.controllers import CONTROLLERS, make_controller
 from esper.tolaria.tasks import Task
@@ -326,7 +326,8 @@ def config_of(names: Sequence[str], task: str | None, simulated: bool) -> TrainC
     for run in [Path(name) for name in names if (Path(name) / "manifest.json").exists()][:1]:
         tree = read_manifest(run).get("config")
         if isinstance(tree, dict) and "ppo" in tree:
-            return built(TrainConfig, tree | {k: v for k, v in more.items() if v is not None} | {"imitation": 0})
+            changes = {k: v for k, v in more.items() if v is not None} | {"imitation": 0}
+            return config_of_run(tree, run, changes)
     return load_config(more=more)
 
 

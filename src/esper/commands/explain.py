@@ -18,7 +18,7 @@ from esper.leyline.errors import DataError
 from esper.nissa.journal_reader import read
 from esper.nissa.run_list import find_run
 from esper.tamiyo.decision_record import DecisionRecord
-from esper.tamiyo.explanation import MEMORY, Explanation, explain, operations
+from esper.tamiyo.explanation import Explanation, explain, operations
 
 SHOWN = 12
 """Number of influences shown in a table."""
@@ -29,7 +29,7 @@ NOTES = """\
 probability: slots given the operation, other options given operation and slot
 effect: log-probability of the chosen action minus that with the feature at its neutral value; above 0, the actual value
 made the action more likely
-neutral: mean of the feature over all recorded steps; for the memory, an empty one"""
+neutral: mean of the feature over all recorded steps"""
 
 
 def run_explain(run: Path, *, env: int, step: int | None, as_json: bool) -> None:
@@ -77,9 +77,7 @@ def show(console: Console, explanation: Explanation, episode: int) -> None:
     console.print()
     table = Table("feature", "slot", "value", "neutral", "effect", box=None, pad_edge=False)
     for each in explanation.influences[:SHOWN]:
-        value = "kept" if each.name == MEMORY else f"{each.value:.3f}"
-        neutral = "empty" if each.name == MEMORY else f"{each.neutral:.3f}"
-        table.add_row(each.name, escape(each.slot), value, neutral, f"{each.effect:+.3f}")
+        table.add_row(each.name, escape(each.slot), f"{each.value:.3f}", f"{each.neutral:.3f}", f"{each.effect:+.3f}")
     for column in (2, 3, 4):
         table.columns[column].justify = "right"
     console.print(table)

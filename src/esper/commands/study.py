@@ -18,6 +18,7 @@ from esper.nissa.signals import terminable
 from esper.studies.contract import Study, check_worlds
 from esper.studies.rendering import as_text, text_table
 from esper.studies.results import (
+    RESULTS,
     SAVED,
     Job,
     JobResult,
@@ -46,10 +47,17 @@ def list_studies(out: Path) -> None:
     """Print name, state and question of every study."""
     for study in STUDIES.values():
         jobs = jobs_of(study, [], study.worlds)
-        finished = current_results(study, study_results(study, out / study.name), jobs)
+        with_saved = not (out / study.name / RESULTS).exists()
+        try:
+            finished = current_results(study, study_results(study, out / study.name, with_saved=with_saved), jobs)
+        except ConfigError as error:
+            print(f"{study.name}: {error}")
+            continue
         print_state(study, len(finished), len(jobs), SAVED / f"{study.name}.json")
     for each in SETTINGS_STUDIES.values():
-        print_state(each, len(current_trainings(each, out / each.name)), len(each.jobs()), each.saved)
+        with_saved = not (out / each.name / RESULTS).exists()
+        finished_trainings = current_trainings(each, out / each.name, with_saved=with_saved)
+        print_state(each, len(finished_trainings), len(each.jobs()), each.saved)
 
 
 def print_state(study: Study | SettingsStudy, finished: int, jobs: int, path: Path) -> None:
@@ -60,26 +68,35 @@ def print_state(study: Study | SettingsStudy, finished: int, jobs: int, path: Pa
 
 def run_study(
     name: str, *, arms: list[str], worlds: str | None, tuning: bool, shard: str, workers: int, out: Path, show: bool,
-    save: bool,
+    save: bool, extend: bool,
 ) -> None:  # fmt: skip
-    """Run the missing jobs of a study, then print its tables, draw its charts and save it as requested."""
+    """Run the missing jobs of a study, then print its tables, draw its charts and save it as requested.
+
+    `extend` counts the jobs of the saved study as finished; so does `show` if there are no other results.
+    """
     study = get_study(name)
     index, shards = parse_shard(shard)
     if save and (tuning or arms or show or worlds):
         raise ConfigError("--save writes a whole study: leave out --tuning, --arm, --worlds and --show")
     directory = out / study.name
+    saved = study.saved if isinstance(study, SettingsStudy) else SAVED / f"{study.name}.json"
+    if extend and not saved.exists():
+        raise ConfigError(f"study {name!r} is not saved: there is no {saved} to extend. Leave out --extend")
+    with_saved = extend or (show and not (directory / RESULTS).exists())
     if isinstance(study, SettingsStudy):
         if tuning or worlds:
             raise ConfigError(f"study {name!r} has fixed worlds and none for tuning: leave out --tuning and --worlds")
-        run_settings_study(study, study.jobs(arms), (index, shards), directory, workers, show=show, save=save)
+        run_settings_study(
+            study, study.jobs(arms), (index, shards), directory, workers, show=show, save=save, with_saved=with_saved
+        )
         return
     first, count = parse_worlds(study, worlds, tuning=tuning)
     jobs = jobs_of(study, arms, (first, count))
     if not show:
         ours = [job for job in jobs if (job.world - first) % shards == index - 1]
         with running_shard(directory, (index, shards)):
-            run_jobs(study, ours, directory, workers, report)
-    results = current_results(study, study_results(study, directory), jobs)
+            run_jobs(study, ours, directory, workers, report, extend=extend)
+    results = current_results(study, study_results(study, directory, with_saved=with_saved), jobs)
     print_results(study, results, directory, tuning=tuning)
     check_complete(study, len(jobs), len(results), save=save)
     if save:
@@ -88,15 +105,17 @@ def run_study(
 
 def run_settings_study(
     study: SettingsStudy, jobs: list[Training], shard: tuple[int, int], directory: Path, workers: int, *, show: bool,
-    save: bool,
+    save: bool, with_saved: bool,
 ) -> None:  # fmt: skip
     """Run the missing ones of these trainings, then print the ranking and save it as requested."""
     if not show:
         ours = jobs[shard[0] - 1 :: shard[1]]
         with running_shard(directory, shard):
-            before = {job: one for job, one in current_trainings(study, directory).items() if job in ours}
+            trainings = current_trainings(study, directory, with_saved=with_saved)
+            before = {job: one for job, one in trainings.items() if job in ours}
             run_missing(partial(train_arm, study), ours, before, directory, workers, report)
-    finished = {job: one for job, one in current_trainings(study, directory).items() if job in jobs}
+    trainings = current_trainings(study, directory, with_saved=with_saved)
+    finished = {job: one for job, one in trainings.items() if job in jobs}
     print(f"{ranking_title(study)}\n{text_table(ranking(study, finished))}")
     check_complete(study, len(jobs), len(finished), save=save)
     if save:
@@ -162,6 +181,7 @@ def print_results(study: Study, results: dict[Job, JobResult], directory: Path, 
     if len(different_versions(results.values())) > 1:
         print("Note: the results were made with different versions of code or libraries, or on different processors.")
     for task in sorted({row.task for row in summary.rows if row.full_trainings is not None}):
+        make_real_directory(directory)
         path = directory / f"{task}{'-tuning' if tuning else ''}.svg"
         write_atomically(path, frontier_chart(summary, task).encode())
         print(f"Chart: {path}")

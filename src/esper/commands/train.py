@@ -38,11 +38,10 @@ from esper.simic.training.checkpointer import (
     Round,
     TrainingResult,
     differences,
-    new_network,
     run_metadata,
     with_policy_network,
 )
-from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
+from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, config_of_run, load_config
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
@@ -122,7 +121,7 @@ def is_restarted(out: Path | None, config: TrainConfig) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reported when it is loaded
         saved = Checkpoints(out / CHECKPOINTS).newest()
-    return saved is not None and saved.kind == "run" and built(TrainConfig, run_metadata(saved)["config"]) == config
+    return saved is not None and saved.kind == "run" and config_of_run(run_metadata(saved)["config"], out) == config
 
 
 def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptions, lock: Lock | None) -> Path | None:
@@ -157,7 +156,7 @@ def last_checkpoint(path: Path, rounds: int | None) -> tuple[Saved, TrainConfig]
     planned = int(settings.get("rounds", 0))
     if rounds is not None and rounds < planned:
         raise ConfigError(f"--rounds can only be increased: {path} was started with {planned} rounds, got {rounds}")
-    config = built(TrainConfig, settings | ({} if rounds is None else {"rounds": rounds}))
+    config = config_of_run(settings, path, None if rounds is None else {"rounds": rounds})
     if config.rounds <= done:
         raise ConfigError(f"{path} has completed all {done} rounds. Use --rounds N with a larger N to train further")
     return saved, config
@@ -165,7 +164,7 @@ def last_checkpoint(path: Path, rounds: int | None) -> tuple[Saved, TrainConfig]
 
 def facts_of(saved: Saved) -> dict[str, Any]:
     """Return the manifest fields of the run that wrote this checkpoint."""
-    config = built(TrainConfig, run_metadata(saved)["config"])
+    config = config_of_run(run_metadata(saved)["config"], saved.path)
     return {"task": config.task_label} | manifest_of(config)
 
 
@@ -184,7 +183,7 @@ def run_rank_zero(
     env = make_env(config, options.data_root, group)  # an error in data, device or policy leaves no run behind
     if saved is not None:
         must_fit(differences(saved, config, env.backend), options.allow_inexact)
-    need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, group.size)
+    need = memory.needed(config, env, group.size)
     memory_line = memory.describe(need, memory.available(), group.size)
     with recording(config, saved, options, label, lock) as run:
         seqs = [0] * group.size if saved is None else run_metadata(saved)["next_seq"]

@@ -159,9 +159,10 @@ class Grower(Operations, Measuring):
         hub = NullReceiver() if telemetry is None or not self.ranks.is_rank_zero else telemetry
         self.emit = TelemetryEmitter(hub, slots=self.network.slot_names, worlds=[rng_seed], host_params=host_params)
         self.emit.planted(self.table)
+        name = "none" if isinstance(self.controller, Wait) else type(self.controller).__name__.lower()
         hub.emit(
             RunStarted(
-                command="loop", controller=type(self.controller).__name__.lower(), seed=rng_seed, env_names=("model",),
+                command="loop", controller=name, seed=rng_seed, env_names=("model",),
                 slots=tuple(self.network.slot_names), steps=horizon, host_params=host_params,
                 threads=torch.get_num_threads(), device=str(next(body.model.parameters()).device),
             )

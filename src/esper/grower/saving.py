@@ -37,7 +37,7 @@ from esper.grower.state import (
 from esper.kasmina.blueprints import registered
 from esper.kasmina.body import STRUCTURE
 from esper.kasmina.optimizer_sync import is_sharded
-from esper.leyline.errors import CheckpointError, EsperError
+from esper.leyline.errors import CheckpointError, ConfigError, EsperError
 from esper.leyline.slot_table import SlotTable
 from esper.tamiyo.controllers import Stateful
 from esper.tolaria.checkpoint import Checkpoints, Saved, Written
@@ -116,9 +116,12 @@ def load_state_dict(grower: Grower, saved: Mapping[str, Any]) -> None:
 def _check(grower: Grower, state: GrowerState, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
     """Check a state, then load it into the controller, which may refuse it."""
     check(grower, state, weights, grads)
-    same = state.settings.get("controller") == type(grower.controller).__name__
-    if same and state.controller is not None and isinstance(grower.controller, Stateful):
-        grower.controller.load_state_dict(state.controller)
+    name = type(grower.controller).__name__
+    if state.settings.get("controller") != name or state.controller is None:
+        return
+    if not isinstance(grower.controller, Stateful):
+        raise ConfigError(f"its controller {name!r} had a state, which this version's has not. Start anew")
+    grower.controller.load_state_dict(state.controller)
 
 
 def _apply(grower: Grower, state: GrowerState, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:

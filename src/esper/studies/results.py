@@ -61,7 +61,7 @@ def read_saved(path: Path) -> SavedStudy:
     """Return a saved study. Raise ConfigError if the file is something else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=SavedStudy)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, OSError) as error:
         raise ConfigError(f"{path} is not a saved study: {error}") from error
 
 
@@ -91,9 +91,14 @@ def read_lines(path: Path, kind: type[Line]) -> list[Line]:
     return lines
 
 
-def study_results(study: Study, directory: Path) -> list[JobResult]:
-    """Return all results of a study in order: those kept in the repository, then those of its results file."""
-    return [*read_results(SAVED, unfinished(study).name), *read_results(directory)]
+def study_results(study: Study, directory: Path, *, with_saved: bool) -> list[JobResult]:
+    """Return all results of a study in order: those kept in the repository, then those of its results file.
+
+    `with_saved` includes those of the saved study, which a repetition of the study must not use.
+    """
+    path = SAVED / f"{study.name}.json"
+    saved = read_saved(path).records if with_saved and path.exists() else []
+    return [*saved, *read_results(SAVED, unfinished(study).name), *read_results(directory)]
 
 
 def unfinished(study: Study) -> Path:

@@ -86,10 +86,16 @@ def _prepare_worker() -> None:
     torch.set_num_threads(1)
 
 
-def run_jobs(study: Study, jobs: Sequence[Job], directory: Path, workers: int, report: Callable[[str], None]) -> None:
-    """Run every job that has no result yet. Raise RunError at the end if some have failed."""
+def run_jobs(
+    study: Study, jobs: Sequence[Job], directory: Path, workers: int, report: Callable[[str], None], *,
+    extend: bool = False,
+) -> None:  # fmt: skip
+    """Run every job that has no result yet. Raise RunError at the end if some have failed.
+
+    `extend` counts the jobs of the saved study as finished.
+    """
     trainers = {job.arm: trainer_of(study.arm(job.arm)) for job in jobs}
-    finished = current_results(study, study_results(study, directory), jobs)
+    finished = current_results(study, study_results(study, directory, with_saved=extend), jobs)
     versions_by_arm = {arm: versions(trainer) for arm, trainer in trainers.items()}
     run_missing(partial(run_job, study, trainers, versions_by_arm), jobs, finished, directory, workers, report)
 

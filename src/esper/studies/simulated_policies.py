@@ -97,13 +97,15 @@ def played_utility(
     return play(Simulator(config.sim, numbers, config.rules), controller, numbers, config.reward).utility
 
 
-def current_trainings(study: SettingsStudy, directory: Path | None = None) -> dict[Training, TrainedArm]:
+def current_trainings(
+    study: SettingsStudy, directory: Path | None = None, *, with_saved: bool = True
+) -> dict[Training, TrainedArm]:
     """Return the last result of each training with the present settings.
 
-    They are in the repository, and in the results file in `directory` if there is one.
+    They are in the repository, unless without `with_saved`, and in the results file in `directory` if there is one.
     """
     trainings: dict[Training, TrainedArm] = {}
-    for path in [study.saved, *([directory / RESULTS] if directory else [])]:
+    for path in [*([study.saved] if with_saved else []), *([directory / RESULTS] if directory else [])]:
         for one in read_lines(path, TrainedArm):
             has_present_settings = study.arms.get(one.arm) == one.settings and one.seed in study.seeds
             if has_present_settings and study.worlds == (one.first_world, len(one.utility)):

@@ -292,7 +292,7 @@ _ROWS = (
 STUDIES = {study.name: study for study in _ROWS}
 
 _FROM_SCRATCH = (
-    "imitation=0", "rounds=20", "envs=256", "ppo.groups=2", "ppo.epochs=3", "ppo.lr=3e-3", "ppo.entropy_coef=0.05",
+    "imitation=0", "rounds=20", "envs=256", "ppo.minibatches=2", "ppo.epochs=3", "ppo.lr=3e-3", "ppo.entropy_coef=0.05",
     "reward.gamma=1.0",
 )  # fmt: skip
 _SETTINGS_ROWS = (
@@ -310,7 +310,6 @@ _SETTINGS_ROWS = (
             arm: ("rounds=34", *changes)
             for arm, changes in {
                 "preset": (),
-                "no_memory": ("network.core=none",),
                 "not_standardised": ("network.standardise=false",),
                 "no_imitation": ("imitation=0",),
                 "no_uniform_share": ("network.epsilon=0.0",),

@@ -1,9 +1,9 @@
-"""Decisions of a policy with everything that they depend on: inputs, recurrent state, actions and weights.
+"""Decisions of a policy with everything that they depend on: inputs, actions and weights.
 
     record.save(run / DECISIONS)          # written by `esper train` (last saved round) and `esper grow`
     record = DecisionRecord.load(run)     # read by `esper explain` and `esper features`
 
-Legend: T steps, E environments, F features, M mask columns, H recurrent state.
+Legend: T steps, E environments, F features, M mask columns.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from esper.tamiyo.policy.action_masks import MaskLayout
 from esper.tamiyo.policy.features import num_features
 from esper.tamiyo.policy_file import must_fit, view
 
-FORMAT = "esper-decisions-1"
+FORMAT = "esper-decisions-2"
 MOST_ENVS = 16
 """Decisions are kept for this many environments of a round, the first ones."""
 MOST_BYTES = 1 << 30
 _PREFIX = "policy/"
-_TENSORS = ("obs", "masks", "actions", "hidden", "lengths")
+_TENSORS = ("obs", "masks", "actions", "lengths")
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,6 @@ class DecisionRecord:
     obs: Tensor  # [T, E, F]
     masks: Tensor  # [T, E, M] bool
     actions: Tensor  # [T, E, 8] int64
-    hidden: Tensor  # [T, E, H] recurrent state before the step
     lengths: Tensor  # [E] int64, steps of each episode
     weights: Mapping[str, Tensor]
     """State dict of the policy that decided."""
@@ -65,7 +64,7 @@ class DecisionRecord:
     @classmethod
     def of(
         cls, network: TamiyoNetwork, layout: MaskLayout, *, obs: Tensor, masks: Tensor, actions: Tensor,
-        hidden: Tensor, lengths: Tensor, slots: Sequence[str], worlds: Sequence[int], episode: int,
+        lengths: Tensor, slots: Sequence[str], worlds: Sequence[int], episode: int,
     ) -> DecisionRecord:  # fmt: skip
         """Return a copy of the first environments' decisions."""
         some = slice(min(len(worlds), MOST_ENVS))
@@ -76,7 +75,7 @@ class DecisionRecord:
         weights = {name: value.detach().cpu().clone() for name, value in network.state_dict().items()}
         return cls(
             facts=facts, obs=obs[:, some].clone(), masks=masks[:, some].clone(), actions=actions[:, some].clone(),
-            hidden=hidden[:, some].clone(), lengths=lengths[some].to(torch.int64).clone(), weights=weights,
+            lengths=lengths[some].to(torch.int64).clone(), weights=weights,
         )  # fmt: skip
 
     @property
@@ -110,14 +109,14 @@ class DecisionRecord:
             raise DataError(
                 f"{run} has no recorded decisions of a policy. `esper train` records those of its last saved round "
                 "after the rounds of imitation, and `esper grow` with a trained policy (--controller tamiyo or a run) "
-                "those of the grown host"
+                "those of the grown host. Train for more --rounds, or with --set imitation=0"
             )
         try:
             content = read_regular(file, MOST_BYTES)
             header = check_tensors(content)
             if header.get("format") != FORMAT or header.get("view") != view():
                 raise DataError(
-                    f"{file} was written by another version of Esper: its observations differ. Run it again"
+                    f"{file} was written by another version of Esper: its policy or observations differ. Run it again"
                 )
             facts = msgspec.json.decode(header["facts"], type=Facts)
             tensors = load(content)
@@ -134,8 +133,7 @@ class DecisionRecord:
         layout = self.layout
         envs = len(self.facts.worlds)
         steps = len(self.obs)
-        state = self.facts.network.hidden * (2 if self.facts.network.core == "lstm" else 1)
-        widths = {"obs": num_features(layout.slots), "masks": layout.size, "actions": NUM_HEADS, "hidden": state}
+        widths = {"obs": num_features(layout.slots), "masks": layout.size, "actions": NUM_HEADS}
         for name, width in widths.items():
             if tuple(getattr(self, name).shape) != (steps, envs, width):
                 raise ValueError(f"{name} has shape {tuple(getattr(self, name).shape)}, not {(steps, envs, width)}")
@@ -154,11 +152,11 @@ class DecisionLog:
     """Collects the decisions of one environment, step by step."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, list[Tensor]] = {"obs": [], "masks": [], "actions": [], "hidden": []}
+        self.rows: dict[str, list[Tensor]] = {"obs": [], "masks": [], "actions": []}
 
-    def add(self, obs: Tensor, masks: Tensor, actions: Tensor, hidden: Tensor) -> None:
+    def add(self, obs: Tensor, masks: Tensor, actions: Tensor) -> None:
         """Add one step [1, …] each."""
-        for name, value in (("obs", obs), ("masks", masks), ("actions", actions), ("hidden", hidden)):
+        for name, value in (("obs", obs), ("masks", masks), ("actions", actions)):
             self.rows[name].append(value.clone())
 
     def record(self, network: TamiyoNetwork, layout: MaskLayout, *, slots: Sequence[str], world: int) -> DecisionRecord:

@@ -1,8 +1,7 @@
 """Why a policy decided as it did: probabilities of the alternatives, and which inputs moved the decision.
 
 The influence of an input is the log-probability of the chosen action minus that with the input at its neutral value,
-the mean of its column over all recorded steps. Above 0, the actual value made the action more likely. Only the current
-observation is changed; the influence of earlier ones is that of the memory, which is compared with an empty one.
+the mean of its column over all recorded steps. Above 0, the actual value made the action more likely.
 
 The importance of a column is how much decisions change when its values are permuted among all recorded steps: the mean
 Kullback-Leibler divergence, in nats, of the distributions of all heads of the chosen action. It measures what the
@@ -25,8 +24,6 @@ from esper.tamiyo.decision_record import DecisionRecord
 from esper.tamiyo.network import TamiyoNetwork
 from esper.tamiyo.policy.feature_table import BASE, ENV_FEATURES, PER_SLOT, SLOT_COLUMN, SLOT_FEATURES, Feature
 
-MEMORY = "memory"
-"""Name of the recurrent state in a list of influences."""
 _ENABLED = SLOT_COLUMN["enabled"]
 
 
@@ -105,21 +102,21 @@ def explain(record: DecisionRecord, env: int, step: int) -> Explanation:
     network = record.network()
     layout = record.layout
     at = (step - 1, env)
-    obs, masks, action, hidden = (f[at][None] for f in (record.obs, record.masks, record.actions, record.hidden))
+    obs, masks, action = (f[at][None] for f in (record.obs, record.masks, record.actions))
     op, slot = Op(int(action[0, Head.OP])), int(action[0, Head.SLOT])
-    chances = network.probabilities(obs, masks, hidden, action, layout)[0]  # [8, W]
+    chances = network.probabilities(obs, masks, action, layout)[0]  # [8, W]
     slot_names = record.facts.slots
     ops = _named([o.name for o in Op], chances[Head.OP])
     reads = RELEVANCE[op]
     heads = [h for h in Head if h not in (Head.OP, Head.SLOT) and reads[h]]
     options = {h.name.lower(): _named(_options(h), chances[h]) for h in heads}
-    log_prob, value = _log_probs(network, record, obs, masks, action, hidden)
+    log_prob, value = _log_probs(network, record, obs, masks, action)
     return Explanation(
         env=env, step=step, world=record.facts.worlds[env], op=op.name,
         slot=slot_names[slot] if reads[Head.SLOT] else "",
         heads={h.name.lower(): _options(h)[int(action[0, h])] for h in heads}, probability=float(log_prob.exp()),
         value=float(value), ops=ops, slots=_named(slot_names, chances[Head.SLOT]) if reads[Head.SLOT] else {},
-        options=options, influences=_influences(network, record, obs, masks, action, hidden),
+        options=options, influences=_influences(network, record, obs, masks, action),
     )  # fmt: skip
 
 
@@ -134,13 +131,12 @@ def _named(names: tuple[str, ...] | list[str], chances: Tensor) -> dict[str, flo
 
 
 def _log_probs(
-    network: TamiyoNetwork, record: DecisionRecord, obs: Tensor, masks: Tensor, actions: Tensor, hidden: Tensor
+    network: TamiyoNetwork, record: DecisionRecord, obs: Tensor, masks: Tensor, actions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of whole actions [N] and the values [N]."""
-    starts = torch.zeros(1, len(obs), dtype=torch.bool)
     with torch.no_grad():
-        rows = network.evaluate(obs[None], masks[None], actions[None], hidden, starts, record.layout)
-    return rows.log_probs[0].sum(-1), rows.values[0]
+        rows = network.evaluate(obs, masks, actions, record.layout)
+    return rows.log_probs.sum(-1), rows.values
 
 
 def neutral_values(record: DecisionRecord) -> Tensor:
@@ -152,7 +148,7 @@ def neutral_values(record: DecisionRecord) -> Tensor:
 
 
 def _influences(
-    network: TamiyoNetwork, record: DecisionRecord, obs: Tensor, masks: Tensor, action: Tensor, hidden: Tensor
+    network: TamiyoNetwork, record: DecisionRecord, obs: Tensor, masks: Tensor, action: Tensor
 ) -> list[Influence]:
     neutral = neutral_values(record)
     slots = [s for s in range(record.layout.slots) if obs[0, BASE + s * PER_SLOT + _ENABLED] > 0]
@@ -164,18 +160,15 @@ def _influences(
             for i, f in enumerate(SLOT_FEATURES)
             if i != _ENABLED  # says which slots exist
         ]
-    changed = obs.repeat(len(columns) + 2, 1)  # the last two rows: unchanged, and without memory
+    changed = obs.repeat(len(columns) + 1, 1)  # the last row is unchanged
     changed[torch.arange(len(columns)), torch.tensor([c[0] for c in columns])] = torch.tensor([c[3] for c in columns])
-    state = hidden.repeat(len(changed), 1)
-    state[-1] = 0.0
     rows = len(changed)
-    log_probs, _ = _log_probs(network, record, changed, masks.expand(rows, -1), action.expand(rows, -1), state)
-    effects = (log_probs[-2] - log_probs).tolist()
+    log_probs, _ = _log_probs(network, record, changed, masks.expand(rows, -1), action.expand(rows, -1))
+    effects = (log_probs[-1] - log_probs).tolist()
     influences = [
         Influence(f.name, slot, float(obs[0, at]), mean, effect)
         for (at, f, slot, mean), effect in zip(columns, effects, strict=False)
     ]
-    influences.append(Influence(MEMORY, "", float(hidden.norm()), 0.0, effects[-1]))
     return sorted(influences, key=lambda each: -abs(each.effect))
 
 
@@ -184,14 +177,14 @@ def importances(record: DecisionRecord, rng_seed: int = 0) -> list[Importance]:
     network = record.network()
     layout = record.layout
     valid = record.valid
-    obs, masks, actions, hidden = (f[valid] for f in (record.obs, record.masks, record.actions, record.hidden))
-    before = network.probabilities(obs, masks, hidden, actions, layout)
+    obs, masks, actions = (f[valid] for f in (record.obs, record.masks, record.actions))
+    before = network.probabilities(obs, masks, actions, layout)
     rng = np.random.default_rng(rng_seed)
     slots = obs[:, BASE:].unflatten(-1, (-1, PER_SLOT))
     real = slots[..., _ENABLED] > 0  # [N, S]
 
     def changed_by(permuted: Tensor) -> float:
-        after = network.probabilities(permuted, masks, hidden, actions, layout)
+        after = network.probabilities(permuted, masks, actions, layout)
         ratio = torch.where(before > 0, before / after.clamp(min=1e-30), 1.0)
         return float((before * ratio.log()).sum((-1, -2)).mean())
 

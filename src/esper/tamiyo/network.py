@@ -1,11 +1,14 @@
-"""Tamiyo's policy network: slot encoder, recurrent core, value head and conditional action heads.
+"""Tamiyo's policy network: slot encoder, state encoder, value head and conditional action heads.
 
     slots ──► shared encoder ─────► pooled ───┐
-    base  ──► encoder ────────────────────────┴─► recurrent core ──► value
-                                                     │
-                                                     ├─► op
-                                                     ├─► slot      given the op, one score per slot
-                                                     └─► others    given the op and the slot
+    base  ────────────────────────────────────┴─► state encoder ──► value
+                                                       │
+                                                       ├─► op
+                                                       ├─► slot      given the op, one score per slot
+                                                       └─► others    given the op and the slot
+
+A decision depends on the current observation only, which has the history that matters: trends of quality and loss,
+ages of seeds, operations so far. A recurrent core was no better (docs/studies/sim_ablation.md).
 
 All slots share the same weights: a policy trained with 3 slots works with 25, and permuting slots permutes their
 scores. The options are fixed by leyline's tables; the network does not choose user-defined blueprints.
@@ -14,13 +17,12 @@ scores. The options are fixed by leyline's tables; the network does not choose u
 masked softmax over one padded tensor, mixed with a small share of the uniform distribution over the legal options.
 Every legal option has a probability of at least ε/n and, unlike with a hard floor, a gradient.
 
-Legend: E environments, N sequences, C steps of a chunk, S slots, D width of encodings, H hidden, W widest head.
+Legend: E environments, N decisions, S slots, D width of encodings, W widest head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -48,11 +50,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Size of a policy. The defaults are small, since a round has only a few thousand decisions to learn from."""
 
     width: int = 64
-    """The slot and base encodings have this many units, 1 to 8192."""
-    hidden: int = 64
-    """The recurrent core has this many units, 1 to 8192."""
-    core: Literal["gru", "lstm", "none"] = "gru"
-    """The recurrent core is a GRU ("gru") or an LSTM ("lstm"); "none" is a policy without memory."""
+    """Every layer has this many units, 1 to 8192."""
     epsilon: float = 0.02
     """The uniform distribution over legal options has this weight in every head's mixture, at least 0 and below 1. It
     keeps exploration and gradients above 0."""
@@ -64,10 +62,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prunes every seed before its worth is measured, and learns that growing is useless."""
 
     def __post_init__(self) -> None:
-        if not (1 <= self.width <= MOST_WIDTH and 1 <= self.hidden <= MOST_WIDTH):
-            raise ConfigError(
-                f"network.width and network.hidden must lie in 1…{MOST_WIDTH}, got {self.width} and {self.hidden}"
-            )
+        if not 1 <= self.width <= MOST_WIDTH:
+            raise ConfigError(f"network.width must lie in 1…{MOST_WIDTH}, got {self.width}")
         if not 0.0 <= self.epsilon < 1.0:
             raise ConfigError(f"network.epsilon must lie in [0, 1), got {self.epsilon}")
         if not -50.0 <= self.patience <= 50.0:
@@ -81,13 +77,12 @@ class Choice:
     actions: Tensor  # [E, 8] int64
     log_probs: Tensor  # [E, 8] per head; 0 where a head had only one option
     values: Tensor  # [E]
-    hidden: Tensor  # [E, H'] after the step
     entropy: Tensor  # [E] of the op head, as a fraction of the maximum
 
 
 @dataclass(slots=True)
 class Evaluation:
-    """Current estimates of the policy for earlier actions, [C, N, …]."""
+    """Current estimates of the policy for earlier actions, [*, …]."""
 
     log_probs: Tensor  # per head
     entropy: Tensor  # per head
@@ -107,19 +102,20 @@ class TamiyoNetwork(nn.Module):
     def __init__(self, config: NetworkConfig | None = None) -> None:
         super().__init__()
         self.config = config = config or NetworkConfig()
-        d, h = config.width, config.hidden
+        d = config.width
         self.slot_encoder = nn.Sequential(
             _linear(PER_SLOT, d), nn.ReLU(inplace=True), _linear(d, d), nn.ReLU(inplace=True)
         )
-        self.base_encoder = nn.Sequential(_linear(BASE + 2 * d, d), nn.ReLU(inplace=True))
-        self.core: nn.GRUCell | nn.LSTMCell = nn.LSTMCell(d, h) if config.core == "lstm" else nn.GRUCell(d, h)
-        self.op_head = nn.Sequential(_linear(h + d, d), nn.ReLU(inplace=True), _linear(d, NUM_OPS, gain=0.01))
+        self.state_encoder = nn.Sequential(
+            _linear(BASE + 2 * d, d), nn.ReLU(inplace=True), _linear(d, d), nn.ReLU(inplace=True)
+        )
+        self.op_head = nn.Sequential(_linear(d, d), nn.ReLU(inplace=True), _linear(d, NUM_OPS, gain=0.01))
         last = self.op_head[-1]
         assert isinstance(last, nn.Linear)
         nn.init.constant_(last.bias[Op.WAIT], config.patience)
-        self.value_head = nn.Sequential(_linear(h + d, d), nn.ReLU(inplace=True), _linear(d, 1, gain=0.1))
+        self.value_head = nn.Sequential(_linear(d, d), nn.ReLU(inplace=True), _linear(d, 1, gain=0.1))
         self.op_embedding = nn.Embedding(NUM_OPS, d)
-        self.from_core, self.from_slot = _linear(h + d, d), _linear(d, d)
+        self.from_state, self.from_slot = _linear(d, d), _linear(d, d)
         self.slot_score = _linear(d, 1, gain=0.01)
         self.choices = _linear(d, sum(_SIZES), gain=0.01)
         # statistics of returns: the value head predicts normalised values, whatever the reward's unit
@@ -130,19 +126,10 @@ class TamiyoNetwork(nn.Module):
             self.register_buffer("obs_mean", torch.zeros(BASE + PER_SLOT))
             self.register_buffer("obs_std", torch.ones(BASE + PER_SLOT))
 
-    @property
-    def hidden_size(self) -> int:
-        """Size H' of the recurrent state: twice `hidden` for an LSTM."""
-        return self.config.hidden * (2 if self.config.core == "lstm" else 1)
-
-    def initial(self, envs: int, device: torch.device | str = "cpu") -> Tensor:
-        """Return the recurrent state [E, H'] at the start of an episode: zeros."""
-        return torch.zeros(envs, self.hidden_size, device=device)
-
     # -- components
 
     def _encode(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the encodings of the environment [*, D] and of every slot [*, S, D]."""
+        """Return the encodings of the state [*, D] and of every slot [*, S, D]."""
         base, slots = obs[..., :BASE], obs[..., BASE:].contiguous().unflatten(-1, (-1, PER_SLOT))
         is_real = slots[..., _ENABLED, None]  # [*, S, 1] 1 or 0; padded slots are not enabled
         if self.config.standardise:
@@ -150,21 +137,12 @@ class TamiyoNetwork(nn.Module):
             slots = self._standardised(slots, slice(BASE, None))
         slots = self.slot_encoder(slots) * is_real  # encodings are ≥ 0, so 0 changes neither sum nor maximum
         count = is_real.sum(-2).clamp(min=1.0)
-        return self.base_encoder(torch.cat([base, slots.sum(-2) / count, slots.amax(-2)], -1)), slots
+        return self.state_encoder(torch.cat([base, slots.sum(-2) / count, slots.amax(-2)], -1)), slots
 
     def _standardised(self, obs: Tensor, columns: slice) -> Tensor:
         """Return these columns in standard deviations from their means, clipped."""
         deviation = (obs - self.obs_mean[columns]) / self.obs_std[columns].clamp(min=LEAST_DEVIATION)
         return deviation.clamp_(-MOST_DEVIATION, MOST_DEVIATION)
-
-    def _recur(self, encoding: Tensor, hidden: Tensor) -> Tensor:
-        """Run one step of the core. Return the new state [N, H'], whose first H columns are the output."""
-        if self.config.core == "none":
-            return self.core(encoding, torch.zeros_like(hidden))
-        if isinstance(self.core, nn.GRUCell):
-            return self.core(encoding, hidden)
-        h, c = hidden.chunk(2, -1)
-        return torch.cat(self.core(encoding, (h.contiguous(), c.contiguous())), -1)
 
     def _logits(self, state: Tensor, slots: Tensor, op: Tensor, slot: Tensor, widest: int) -> Tensor:
         """Return the logits of every head given op and slot, padded: [*, 8, W]."""
@@ -173,7 +151,7 @@ class TamiyoNetwork(nn.Module):
 
     def _conditioned_slots(self, state: Tensor, slots: Tensor, op: Tensor) -> Tensor:
         """Return slot encodings conditioned on the environment's state and on the op: [*, S, D]."""
-        context = self.from_core(state) + self.op_embedding(op)  # [*, D]
+        context = self.from_state(state) + self.op_embedding(op)  # [*, D]
         return F.relu(self.from_slot(slots).add_(context[..., None, :]), inplace=True)
 
     def _padded(self, ops: Tensor, scores: Tensor, conditional: Tensor, slot: Tensor, widest: int) -> Tensor:
@@ -189,13 +167,11 @@ class TamiyoNetwork(nn.Module):
     # -- acting and evaluation
 
     @torch.no_grad()
-    def act(self, obs: Tensor, masks: Tensor, hidden: Tensor, layout: MaskLayout, uniform: Tensor | None) -> Choice:
+    def act(self, obs: Tensor, masks: Tensor, layout: MaskLayout, uniform: Tensor | None) -> Choice:
         """Return actions for every environment, sampled with `uniform` [E, 8] in [0, 1), or the likeliest ones if
         None."""
         masks = known_blueprints(masks, layout)
-        encoded, slots = self._encode(obs)
-        hidden = self._recur(encoded, hidden)
-        state = torch.cat([hidden[..., : self.config.hidden], encoded], -1)
+        state, slots = self._encode(obs)
         epsilon = self.config.epsilon
 
         def draw(log_probs: Tensor, head: Head | slice) -> Tensor:
@@ -214,33 +190,25 @@ class TamiyoNetwork(nn.Module):
         chosen = log_probs.gather(-1, actions[..., None]).squeeze(-1)
         values = self._value(state) * self.std + self.mean
         op_entropy = entropy(log_probs[..., Head.OP, :NUM_OPS], mask[..., Head.OP, :NUM_OPS])
-        return Choice(actions, chosen, values, hidden, op_entropy)
+        return Choice(actions, chosen, values, op_entropy)
 
     @torch.no_grad()
-    def probabilities(self, obs: Tensor, masks: Tensor, hidden: Tensor, actions: Tensor, layout: MaskLayout) -> Tensor:
+    def probabilities(self, obs: Tensor, masks: Tensor, actions: Tensor, layout: MaskLayout) -> Tensor:
         """Return the probability of every option [N, 8, W].
 
         Those of slots are given the op in `actions`, the others given op and slot. A head that the op does not read has
         one option.
         """
         masks = known_blueprints(masks, layout)
-        encoded, slots = self._encode(obs)
-        state = torch.cat([self._recur(encoded, hidden)[..., : self.config.hidden], encoded], -1)
+        state, slots = self._encode(obs)
         op, slot = actions[..., Head.OP], actions[..., Head.SLOT]
         logits = self._logits(state, slots, op, slot, layout.widest)
         return log_distribution(logits, conditioned(masks, layout, op, slot), self.config.epsilon).exp()
 
-    def evaluate(
-        self, obs: Tensor, masks: Tensor, actions: Tensor, hidden: Tensor, starts: Tensor, layout: MaskLayout
-    ) -> Evaluation:
-        """Evaluate the actions of chunks [C, N, …], from state `hidden` [N, H'], zeroed where an episode starts."""
+    def evaluate(self, obs: Tensor, masks: Tensor, actions: Tensor, layout: MaskLayout) -> Evaluation:
+        """Evaluate actions [*, 8] taken at these observations and masks."""
         masks = known_blueprints(masks, layout)
-        encoded, slots = self._encode(obs)
-        states = []
-        for encoding, start in zip(encoded, starts, strict=True):
-            hidden = self._recur(encoding, hidden.masked_fill(start[:, None], 0.0))
-            states.append(hidden[..., : self.config.hidden])
-        state = torch.cat([torch.stack(states), encoded], -1)
+        state, slots = self._encode(obs)
         op, slot = actions[..., Head.OP], actions[..., Head.SLOT]
         mask = conditioned(masks, layout, op, slot)
         log_probs = log_distribution(self._logits(state, slots, op, slot, layout.widest), mask, self.config.epsilon)

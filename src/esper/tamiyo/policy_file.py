@@ -61,12 +61,13 @@ def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
         header = check_tensors(content)
         if header.get("format") != FORMAT:
             raise DataError(f"{file} is not a policy: it was not written by `esper train`")
-        if header.get("view") != view():
+        settings = msgspec.json.decode(header["network"], type=dict[str, Any])
+        if header.get("view") != view() or not settings.keys() <= set(NetworkConfig.__struct_fields__):
             raise DataError(
-                f"the policy in {file} was trained with other observations or choices than this version has. "
-                "Train it again, or use the version that trained it"
+                f"the policy in {file} was trained with other observations, choices or network settings than this "
+                "version has. Train it again, or use the version that trained it"
             )
-        config = msgspec.json.decode(header["network"], type=NetworkConfig)
+        config = msgspec.convert(settings, NetworkConfig)
         weights = load(content)
         must_fit(config, weights)
         network = TamiyoNetwork(config)

@@ -28,7 +28,7 @@ def explained(_path, env):
         "ops": {"GERMINATE": 0.75, "WAIT": 0.25}, "slots": {"r0c0": 0.625, NASTY: 0.375},
         "options": {"blueprint": {"norm": 0.9, "lora": 0.1}, "tempo": {"STANDARD": 1.0}},
         "influences": [{"name": "val_loss", "slot": "", "value": 0.5, "neutral": -0.25, "effect": -1.5},
-                       {"name": "memory", "slot": "", "value": 3.0, "neutral": 0.0, "effect": 0.75}],
+                       {"name": "quality_1", "slot": "", "value": 3.0, "neutral": 0.0, "effect": 0.75}],
     }  # fmt: skip
     wait = base | {
         "step": 20, "op": "ADVANCE", "heads": {}, "ops": {"ADVANCE": 1.0}, "slots": {"r0c0": 1.0}, "options": {},
@@ -54,8 +54,8 @@ def assert_explains(visits, page):
     visits.expect(section).to_contain_text(
         "before epoch 5: GERMINATE r0c0 norm. Probability of the whole action 25.0 %"
     )
-    for text in ("75.0 %", "62.5 %", NASTY, "−1.50", "+0.75", "0.5 against −0.25", "The first 2 of 3 operations",
-                 "What happened to the seed"):  # fmt: skip
+    for text in ("75.0 %", "62.5 %", NASTY, "−1.50", "+0.75", "0.5 against −0.25", "3 against 0",
+                 "The first 2 of 3 operations", "What happened to the seed"):  # fmt: skip
         visits.expect(section).to_contain_text(text)
     assert "STANDARD" not in section.locator("p.note.after").inner_text()  # it was the only option
     assert section.locator(".life li").count() > 1

@@ -29,7 +29,7 @@ TRAIN = [
     "--epochs",
     "12",
     "--set",
-    "ppo.groups=1",
+    "ppo.minibatches=1",
     "--no-compare",
 ]
 

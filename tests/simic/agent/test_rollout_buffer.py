@@ -1,4 +1,4 @@
-"""The rollout buffer: stored rows are read back, padding is never read, an epoch visits every step once."""
+"""The rollout buffer: stored rows are read back, padding is never read, a pass visits every step once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from esper.leyline.errors import ConfigError, DataError
 from esper.simic.agent import TamiyoRolloutBuffer
 from esper.simic.agent.advantages import gae_rows, gae_scan
 
-T, E, F, M, HIDDEN = 11, 5, 3, 7, (2, 4)
+T, E, F, M = 11, 5, 3, 7
 FIELDS = (
-    "obs", "masks", "actions", "log_probs", "values", "rewards", "done", "truncated", "bootstrap", "starts", "hidden",
-    "forced",
+    "obs", "masks", "actions", "log_probs", "values", "rewards", "done", "truncated", "bootstrap", "forced",
 )  # fmt: skip
+IN_MINIBATCHES = ("obs", "masks", "actions", "log_probs", "values", "advantages", "returns", "forced")
 
 
 def empty_buffer(steps=T, envs=E):
-    return TamiyoRolloutBuffer(steps=steps, envs=envs, features=F, masks=M, hidden=HIDDEN)
+    return TamiyoRolloutBuffer(steps=steps, envs=envs, features=F, masks=M)
 
 
 def random_row(rng, envs=E):
@@ -29,7 +29,7 @@ def random_row(rng, envs=E):
     return {
         "obs": number(F), "masks": flag(M), "actions": rng.integers(0, 5, (envs, 8)), "log_probs": number(8),
         "values": number(), "rewards": number(), "done": flag(), "truncated": flag(), "bootstrap": number(),
-        "starts": flag(), "hidden": number(*HIDDEN), "forced": flag(),
+        "forced": flag(),
     }  # fmt: skip
 
 
@@ -122,10 +122,9 @@ def test_reset_buffer_equals_a_new_one():
         used.compute_advantages_and_returns(0.9, 0.9), fresh.compute_advantages_and_returns(0.9, 0.9), strict=True
     ):
         assert torch.equal(tensor, expected)
-    batches = [list(b.minibatches(2, 3, torch.Generator().manual_seed(0))) for b in (used, fresh)]
+    batches = [list(b.minibatches(2, torch.Generator().manual_seed(0))) for b in (used, fresh)]
     for a, b in zip(*batches, strict=True):
-        assert torch.equal(a.obs, b.obs)
-        assert torch.equal(a.valid, b.valid)
+        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in a.__slots__)
 
 
 @given(seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(0, T), min_size=1, max_size=6))
@@ -157,7 +156,6 @@ def test_buffer_on_another_device_gives_the_same_numbers_by_scan():
 def test_last_values_apply_only_to_columns_without_an_end():
     buffer, row = empty_buffer(), random_row(np.random.default_rng(0))
     row["done"], row["truncated"] = np.arange(E) == 1, np.arange(E) == 2
-    row["starts"][:] = False
     nothing = np.zeros(E, bool)
     buffer.add(**{**row, "done": nothing, "truncated": nothing})
     buffer.add(**row, alive=np.arange(E) != 4)
@@ -173,86 +171,37 @@ def test_empty_buffer_has_no_advantages_and_no_minibatch():
     buffer = empty_buffer()
     advantages, _ = buffer.finish(np.ones(E)).compute_advantages_and_returns(0.9, 0.9)
     assert not advantages.any()
-    assert not list(buffer.minibatches(2, 4, torch.Generator()))
+    assert not list(buffer.minibatches(2, torch.Generator()))
 
 
 columns = {
     "seed": st.integers(0, 2**32 - 1),
     "counts": st.lists(st.integers(0, T), min_size=1, max_size=6),
-    "groups": st.integers(1, 6),
-    "chunk": st.integers(1, T + 3),
+    "count": st.integers(1, 6 * T + 3),
 }
 
 
 @given(**columns)
 @settings(max_examples=200, deadline=None)
-def test_epoch_visits_every_valid_step_once_as_stored(seed, counts, groups, chunk):
+def test_pass_visits_every_valid_step_once_as_stored(seed, counts, count):
     buffer, _ = filled(counts, seed)
     buffer.compute_advantages_and_returns(0.9, 0.9)
     visits: list[tuple[int, int]] = []
-    batches = list(buffer.minibatches(min(groups, len(counts)), chunk, torch.Generator().manual_seed(seed)))
-    assert len(batches) <= groups
-    for batch in batches:
-        length, sequences = batch.valid.shape
-        assert length == min(chunk, T)
-        visits += zip(
-            batch.steps[batch.valid].tolist(), batch.envs.expand(length, -1)[batch.valid].tolist(), strict=True
-        )
-        for c in range(length):
-            for n in range(sequences):
-                t, e = int(batch.steps[c, n]), int(batch.envs[n])
-                assert t < counts[e]  # padding repeats valid steps, so it is legal and finite
-                for name in (
-                    "obs",
-                    "masks",
-                    "actions",
-                    "log_probs",
-                    "values",
-                    "advantages",
-                    "returns",
-                    "starts",
-                    "forced",
-                ):
-                    assert torch.equal(getattr(batch, name)[c, n], getattr(buffer, name)[t, e])
+    for batch in buffer.minibatches(count, torch.Generator().manual_seed(seed)):
+        visits += zip(batch.steps.tolist(), batch.envs.tolist(), strict=True)
+        for name in IN_MINIBATCHES:
+            assert torch.equal(getattr(batch, name), getattr(buffer, name)[batch.steps, batch.envs]), name
     assert sorted(visits) == [(t, e) for t in range(T) for e in range(len(counts)) if t < counts[e]]
 
 
 @given(**columns)
 @settings(max_examples=100, deadline=None)
-def test_sequence_is_one_chunk_and_begins_with_the_stored_hidden_state(seed, counts, groups, chunk):
+def test_minibatches_differ_in_size_by_at_most_one_step(seed, counts, count):
     buffer, _ = filled(counts, seed)
     buffer.compute_advantages_and_returns(0.9, 0.9)
-    home: dict[int, int] = {}
-    for i, batch in enumerate(buffer.minibatches(min(groups, len(counts)), chunk, torch.Generator().manual_seed(seed))):
-        assert batch.valid[0].all()
-        for n, e in enumerate(batch.envs.tolist()):
-            assert home.setdefault(e, i) == i  # all chunks of a column in one minibatch
-            first = int(batch.steps[0, n])
-            assert first % chunk == 0
-            assert torch.equal(batch.hidden[n], buffer.hidden[first, e])
-            length = min(chunk, counts[e] - first)
-            assert batch.valid[:, n].tolist() == [c < length for c in range(len(batch.valid))]
-            assert batch.steps[:length, n].tolist() == list(range(first, first + length))
-
-
-def test_unrolling_chunks_equals_the_rollout():
-    """A recurrent sum replaces the network: stored hidden states and `starts` must reproduce every state."""
-    rng, counts, buffer = np.random.default_rng(0), [T, 4, 9], empty_buffer(envs=3)
-    state = np.zeros((3, *HIDDEN), np.float32)
-    for t in range(T):
-        row = random_row(rng, 3)
-        state = np.where(row["starts"][:, None, None], 0.0, state).astype(np.float32)
-        row["hidden"] = state
-        state = state * 0.5 + row["obs"][:, :1, None]
-        row["values"] = state[:, 0, 0]
-        buffer.add(**row, alive=t < np.array(counts))
-    buffer.compute_advantages_and_returns(0.9, 0.9)
-    for batch in buffer.minibatches(2, 4, torch.Generator().manual_seed(0)):
-        hidden = batch.hidden
-        for c in range(len(batch.valid)):
-            hidden = torch.where(batch.starts[c][:, None, None], 0.0, hidden) * 0.5 + batch.obs[c][:, :1, None]
-            ours = batch.valid[c]
-            torch.testing.assert_close(hidden[ours, 0, 0], batch.values[c][ours])
+    sizes = [len(batch.steps) for batch in buffer.minibatches(count, torch.Generator().manual_seed(seed))]
+    assert len(sizes) == min(count, sum(counts))
+    assert not sizes or 1 <= min(sizes) >= max(sizes) - 1
 
 
 def test_garbage_in_padding_changes_nothing():
@@ -266,7 +215,7 @@ def test_garbage_in_padding_changes_nothing():
                 field = getattr(buffer, name)
                 field[padding] = float("nan") if field.is_floating_point() else True
         buffer.finish(np.ones(E)).compute_advantages_and_returns(0.99, 0.95)
-        runs.append((buffer, list(buffer.minibatches(2, 4, torch.Generator().manual_seed(3)))))
+        runs.append((buffer, list(buffer.minibatches(2, torch.Generator().manual_seed(3)))))
     (clean, batches), (with_garbage, others) = runs
     assert torch.equal(clean.advantages, with_garbage.advantages)
     assert torch.equal(clean.returns, with_garbage.returns)
@@ -278,10 +227,23 @@ def test_generator_alone_decides_the_minibatches():
     buffer, _ = filled([T] * E)
     buffer.compute_advantages_and_returns(0.9, 0.9)
     generator = torch.Generator().manual_seed(0)
-    epochs = [[b.envs.tolist() for b in buffer.minibatches(2, 4, generator)] for _ in range(4)]
-    again = [b.envs.tolist() for b in buffer.minibatches(2, 4, torch.Generator().manual_seed(0))]
-    assert epochs[0] == again
-    assert any(epoch != epochs[0] for epoch in epochs)
+
+    def visits(generator):
+        return [(b.steps.tolist(), b.envs.tolist()) for b in buffer.minibatches(2, generator)]
+
+    passes = [visits(generator) for _ in range(4)]
+    assert visits(torch.Generator().manual_seed(0)) == passes[0]
+    assert all(each != passes[0] for each in passes[1:])
+
+
+def test_minibatches_mix_steps_of_all_environments_and_times():
+    buffer, _ = filled([T] * E)
+    buffer.compute_advantages_and_returns(0.9, 0.9)
+    for batch in buffer.minibatches(2, torch.Generator().manual_seed(0)):
+        assert batch.envs.unique().tolist() == list(range(E))
+        assert len(batch.steps.unique()) > T / 2
+        order = batch.steps * E + batch.envs
+        assert not torch.equal(order, order.sort().values)
 
 
 def test_invalid_input_is_refused_with_a_remedy():
@@ -295,11 +257,9 @@ def test_invalid_input_is_refused_with_a_remedy():
     with pytest.raises(DataError, match="reset"):
         buffer.add(**row)
     with pytest.raises(DataError, match="compute_advantages_and_returns"):
-        next(buffer.minibatches(1, 1, torch.Generator()))
+        next(buffer.minibatches(1, torch.Generator()))
     buffer.compute_advantages_and_returns(0.9, 0.9)
-    with pytest.raises(ConfigError, match="1 to 5"):
-        next(buffer.minibatches(6, 1, torch.Generator()))
-    with pytest.raises(ConfigError, match="chunk"):
-        next(buffer.minibatches(1, 0, torch.Generator()))
+    with pytest.raises(ConfigError, match="at least one minibatch, got 0"):
+        next(buffer.minibatches(0, torch.Generator()))
     with pytest.raises(ConfigError, match="at least one"):
         empty_buffer(steps=0)

@@ -18,6 +18,7 @@ from esper.simic.training.config import (
     TrainConfig,
     as_tree,
     built,
+    config_of_run,
     load_config,
     merged,
     parse_set,
@@ -37,7 +38,7 @@ def toml(tmp_path: Path, text: str) -> Path:
 
 
 def test_later_sources_override_earlier_ones(tmp_path: Path) -> None:
-    file = toml(tmp_path, "envs = 5\n[ppo]\ngroups = 1\nlr = 0.5\n")
+    file = toml(tmp_path, "envs = 5\n[ppo]\nminibatches = 1\nlr = 0.5\n")
     assert load_config().envs == 16
     assert load_config(preset="quick").envs == 4
     assert load_config(preset="quick", file=file).envs == 5
@@ -52,7 +53,7 @@ def test_setting_one_field_of_a_group_keeps_the_others(tmp_path: Path) -> None:
     plain = TrainConfig().rules
     thresholds = msgspec.structs.replace(plain.thresholds, blend_dwell=3, z=1.0)
     assert config.rules == msgspec.structs.replace(plain, min_prune_age=9, max_seeds=2, thresholds=thresholds)
-    assert (config.ppo.lr, config.ppo.groups, config.ppo.epochs) == (0.1, 2, TrainConfig().ppo.epochs)
+    assert (config.ppo.lr, config.ppo.minibatches, config.ppo.epochs) == (0.1, 2, TrainConfig().ppo.epochs)
 
 
 def leaves(tree: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
@@ -178,14 +179,14 @@ def test_any_head_can_be_fixed_at_any_option_except_op_at_wait(head: Head) -> No
         ("seed=true", ["seed", "int", "True"]),
         ("epochs=soon", ["epochs", "int or none", "'soon'"]),
         ("envs=none", ["envs", "int", "'none'"]),
-        ("network.core=rnn", ["network.core", "'gru', 'lstm'", "'rnn'"]),
+        ("network.width=0", ["network.width", "8192"]),
         ("ppo.lr=-1", ["ppo.lr", "-1"]),
         ("ppo.lr=nan", ["ppo.lr", "nan"]),
         ("envs=0", ["envs", "0"]),
         ("envs=1000000000", ["envs", "65536"]),
         ("rounds=0", ["rounds", "0"]),
         ("epochs=0", ["epochs", "0"]),
-        ("ppo.groups=0", ["ppo.groups", "1"]),
+        ("ppo.minibatches=0", ["ppo.minibatches", "1"]),
         ("fixed.op=wait", ["fixed.op", "WAIT"]),
         ("rules.thresholds.z=-1", ["rules.thresholds", "z", "-1"]),
         ("rules.max_seeds=-1", ["rules", "max_seeds", "-1"]),
@@ -205,6 +206,15 @@ def test_error_names_the_path_the_value_and_the_nearest_valid_name(text: str, wo
         load_config(sets=[text])
     for word in words:
         assert word in str(error.value)
+
+
+def test_settings_of_a_run_of_another_version_are_refused_as_such() -> None:
+    run = Path("runs/old")
+    tree = as_tree(TrainConfig(seed=3))
+    assert config_of_run(tree, run, {"rounds": 7}) == TrainConfig(seed=3, rounds=7)
+    old = merged(tree, {"network": {"core": "gru"}})
+    with pytest.raises(ConfigError, match=r"runs/old was trained with other settings .*'network.core'.*Train it again"):
+        config_of_run(old, run)
 
 
 def test_unknown_presets_and_unreadable_files_are_reported(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.support.run_outcomes import TINY, esper, events, finished, is_whole, 
 
 HOSTS = [
     "--task", "digits", "--rounds", "2", "--envs", "4", "--epochs", "8", "--set", "worlds=3",
-    "--set", "network.width=16", "--set", "network.hidden=16", "--set", "ppo.groups=2", "--no-compare",
+    "--set", "network.width=16", "--set", "ppo.minibatches=2", "--no-compare",
 ]  # fmt: skip
 ROUNDS = ["--rounds", "3"]
 

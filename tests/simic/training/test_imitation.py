@@ -15,7 +15,7 @@ from esper.simic.training.vectorized import make_env, round_worlds, train_ppo_ve
 from esper.tamiyo.controllers import Wait, wait_everywhere
 from esper.tolaria.rollout import rollout
 
-SETS = ["simulated=true", "envs=32", "worlds=64", "network.width=16", "network.hidden=16"]
+SETS = ["simulated=true", "envs=32", "worlds=64", "network.width=16"]
 
 
 @pytest.mark.parametrize("birth", ["open", "isolated"])

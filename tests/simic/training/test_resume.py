@@ -37,12 +37,12 @@ from esper.tolaria.checkpoint import Checkpoints, Saved
 from tests.support.run_outcomes import Outcome, is_whole, outcome_of
 
 SIM = load_config(
-    sets=["simulated=true", "rounds=4", "envs=5", "worlds=8", "epochs=15", "ppo.groups=2", "network.width=16",
-          "network.hidden=16", "network.patience=0.5", "network.core=lstm", "checkpoint_share=1"]
+    sets=["simulated=true", "rounds=4", "envs=5", "worlds=8", "epochs=15", "ppo.minibatches=2", "network.width=16",
+          "network.patience=0.5", "checkpoint_share=1"]
 )  # fmt: skip
 HOSTS = load_config(
-    sets=["task=digits", "rounds=3", "envs=2", "worlds=3", "epochs=12", "ppo.groups=2", "network.width=16",
-          "network.hidden=16", "network.patience=0.5", "checkpoint_share=1"]
+    sets=["task=digits", "rounds=3", "envs=2", "worlds=3", "epochs=12", "ppo.minibatches=2", "network.width=16",
+          "network.patience=0.5", "checkpoint_share=1"]
 )  # fmt: skip
 
 
@@ -233,8 +233,8 @@ def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
     policy = tmp_path / "policy.safetensors"
     policy.write_bytes((tmp_path / "first" / "policy.safetensors").read_bytes())
     config = load_config(
-        sets=["simulated=true", "rounds=4", "envs=5", "worlds=8", "epochs=15", "ppo.groups=2", "checkpoint_share=1"],
-        more={"start_from": str(policy)},
+        sets=["simulated=true", "rounds=4", "envs=5", "worlds=8", "epochs=15", "ppo.minibatches=2"],
+        more={"start_from": str(policy), "checkpoint_share": 1},
     )  # of another shape than a new policy would have
     start(config, tmp_path / "uninterrupted")
     with pytest.raises(Interrupted):

@@ -59,7 +59,7 @@ def test_number_of_slots_counts_and_disabled_slots_do_not() -> None:
 
 def test_ranges_are_stored_with_the_policy_and_checked(tmp_path: Path) -> None:
     ranges, file = FeatureRanges(), tmp_path / "policy.safetensors"
-    network = TamiyoNetwork(NetworkConfig(width=8, hidden=8))
+    network = TamiyoNetwork(NetworkConfig(width=8))
     save_policy(network, file, fixed=DEFAULT_FIXED, ranges=ranges)
     assert load_ranges(file) is None  # nothing was observed
     ranges.add(observations(10, 3))
@@ -72,7 +72,7 @@ def test_ranges_are_stored_with_the_policy_and_checked(tmp_path: Path) -> None:
 
 
 def test_training_stores_the_ranges_of_all_its_observations(tmp_path: Path) -> None:
-    sets = ["simulated=true", "rounds=2", "envs=4", "worlds=8", "epochs=9", "ppo.groups=2", "network.width=8",
+    sets = ["simulated=true", "rounds=2", "envs=4", "worlds=8", "epochs=9", "ppo.minibatches=2", "network.width=8",
             "checkpoint_share=1"]  # fmt: skip
     train_ppo_vectorized(load_config(sets=sets), directory=tmp_path)
     ranges = load_ranges(tmp_path)
@@ -92,7 +92,7 @@ def test_training_stores_the_ranges_of_all_its_observations(tmp_path: Path) -> N
 
 def controller(ranges: FeatureRanges) -> Learned:
     torch.manual_seed(0)
-    return Learned(TamiyoNetwork(NetworkConfig(width=8, hidden=8)), ranges=ranges)
+    return Learned(TamiyoNetwork(NetworkConfig(width=8)), ranges=ranges)
 
 
 def test_controller_warns_once_about_a_model_outside_the_ranges() -> None:

@@ -56,8 +56,8 @@
         el("div", { class: "grid2" },
           el("div", { class: "reason" }, el("div", {}, el("h3", {}, "Alternatives"), el("p", { class: "note" }, "Probability of every legal choice: slots given the operation, the others given both. The chosen one is coloured.")),
             ...heads.map(([head, chances]) => el("div", {}, el("h4", {}, head.replace("_", " ")), beams(Object.entries(chances).map(([option, p]) => ({ name: option, y: p, colour: option === taken[head] ? 0 : 7, label: text(p, "percent") })), "percent", 1)))),
-          el("div", { class: "reason" }, el("div", {}, el("h3", {}, "What moved it"), el("p", { class: "note" }, "Log-probability of the action minus that with the feature at its mean over all recorded steps (the memory: empty). Above 0, the value made the action more likely. Effects do not add up.")),
-            beams(d.influences.map(each => ({ name: each.name, small: each.name === "memory" ? "kept against empty" : `${each.slot ? each.slot + ", " : ""}${minus(`${trim(each.value)} against ${trim(each.neutral)}`)}`, y: each.effect, colour: each.effect < 0 ? 1 : 2, label: minus((each.effect < 0 ? "" : "+") + each.effect.toFixed(2)) })), "number"))),
+          el("div", { class: "reason" }, el("div", {}, el("h3", {}, "What moved it"), el("p", { class: "note" }, "Log-probability of the action minus that with the feature at its mean over all recorded steps. Above 0, the value made the action more likely. Effects do not add up.")),
+            beams(d.influences.map(each => ({ name: each.name, small: `${each.slot ? each.slot + ", " : ""}${minus(`${trim(each.value)} against ${trim(each.neutral)}`)}`, y: each.effect, colour: each.effect < 0 ? 1 : 2, label: minus((each.effect < 0 ? "" : "+") + each.effect.toFixed(2)) })), "number"))),
         d.slot ? el("h3", { class: "after" }, "What happened to the seed") : null,
         d.slot ? seed ? seedLife(run, seed, false) : el("p", { class: "none" }, is ? "The journal has no later move of a seed in this slot." : `This page has the lives of another round than these decisions, which are of round ${explained.episode}.`) : null,
       ].filter(Boolean));

@@ -1,4 +1,4 @@
-"""PPO for Tamiyo: clipped updates per action head, with the recurrent core unrolled in chunks.
+"""PPO for Tamiyo: clipped updates per action head.
 
     ppo = PPO(network, layout, PPOConfig())
     report = ppo.update(buffer, generator)
@@ -7,7 +7,7 @@ Every head has its own ratio and clip. It contributes on the steps on which the 
 option. Sums over heads are divided by the number of steps with a choice, so a head that is rarely used has a small
 weight. Steps on which only WAIT was legal train the critic, not the actor.
 
-Legend: T steps, E environments, C steps of a chunk, N sequences of a minibatch.
+Legend: T steps, E environments, N steps of a minibatch.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ FIRST_RATIO_TOLERANCE = 1e-4
 acted."""
 MOST_BAD_UPDATES = 3
 """Number of consecutive updates without a finite step after which training fails."""
+MOST_MINIBATCHES = 1 << 16
 _RELEVANCE = torch.tensor(RELEVANCE)
 
 
@@ -53,11 +54,8 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The probability ratio is clipped to this distance from 1, above 0 and below 1."""
     epochs: int = 4
     """An update makes at most this many passes over a rollout, ≥ 1. `target_kl` can end them earlier."""
-    groups: int = 4
-    """A pass has this many minibatches, ≥ 1, at most one per environment. Each is a group of environments with their
-    whole sequences."""
-    chunk: int = 64
-    """The recurrent core is unrolled for backpropagation over this many steps, ≥ 1."""
+    minibatches: int = 4
+    """A pass divides the steps of a rollout at random into this many minibatches, 1 to 65,536, at most one per step."""
     target_kl: float = 0.02
     """No further pass starts after one whose mean KL divergence exceeds 1.5 times this target in nats, above 0."""
     value_coef: float = 0.5
@@ -80,10 +78,10 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ConfigError(f"ppo.{name} must lie between 0 and 1, got {getattr(self, name)}")
         if not self.clip_ratio < 1.0:
             raise ConfigError(f"ppo.clip_ratio must lie between 0 and 1, got {self.clip_ratio}")
-        if min(self.epochs, self.groups, self.chunk) < 1:
-            raise ConfigError(
-                f"ppo.epochs, ppo.groups and ppo.chunk must be ≥ 1, got {self.epochs}, {self.groups} and {self.chunk}"
-            )
+        if self.epochs < 1:
+            raise ConfigError(f"ppo.epochs must be ≥ 1, got {self.epochs}")
+        if not 1 <= self.minibatches <= MOST_MINIBATCHES:
+            raise ConfigError(f"ppo.minibatches must lie in 1…{MOST_MINIBATCHES}, got {self.minibatches}")
         for name in ("value_coef", "entropy_coef", "entropy_final", "weight_decay"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"ppo.{name} must be ≥ 0 and finite, got {getattr(self, name)}")
@@ -181,7 +179,7 @@ class PPO:
             self.network.renormalise(*self.scale.update(returns[valid]))
             for _ in range(config.epochs):
                 passes += 1
-                for minibatch in buffer.minibatches(min(config.groups, buffer.envs), config.chunk, generator):
+                for minibatch in buffer.minibatches(config.minibatches, generator):
                     self._step(minibatch, tally, imitate)
                 if tally.kl_of_pass() > 1.5 * config.target_kl:
                     break
@@ -199,7 +197,7 @@ class PPO:
         if not tally.count and stats["ratio_off"] > FIRST_RATIO_TOLERANCE:
             raise TrainingError(
                 f"before the first step of an update a probability ratio differs from 1 by {stats['ratio_off']:.2g}: "
-                "rollout and update use different policies (hidden states, masks or precision differ)"
+                "rollout and update use different policies (weights, masks or precision differ)"
             )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -244,11 +242,10 @@ def losses(
     *, imitate: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
     """Return the loss of a minibatch and its diagnostics. With `imitate`, the actor's loss is the cross-entropy."""
-    valid = batch.valid
-    masks = known_blueprints(batch.masks | ~valid[..., None], layout)  # padding: valid distribution, weight 0
-    now = network.evaluate(batch.obs, masks, batch.actions, batch.hidden, batch.starts, layout)
-    counts = counted(masks, layout, batch.actions, valid & ~batch.forced)  # [C, N, 8]
-    decided = (valid & ~batch.forced).sum().clamp(min=1)
+    masks = known_blueprints(batch.masks, layout)
+    now = network.evaluate(batch.obs, masks, batch.actions, layout)
+    counts = counted(masks, layout, batch.actions, ~batch.forced)  # [N, 8]
+    decided = (~batch.forced).sum().clamp(min=1)
 
     before = now.log_probs.detach() if imitate else batch.log_probs
     change = torch.where(counts, now.log_probs - before, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -258,17 +255,16 @@ def losses(
     policy_loss = -torch.where(counts, torch.minimum(ratio * gain, clipped * gain), 0.0).sum() / decided
 
     target = (batch.returns - network.mean) / network.std
-    error = torch.where(valid, now.raw_values - target, 0.0)
-    value_loss = 0.5 * error.square().sum() / valid.sum().clamp(min=1)
+    value_loss = 0.5 * (now.raw_values - target).square().mean()
 
-    per_head = (now.entropy * counts).sum((0, 1)) / counts.sum((0, 1)).clamp(min=1)
+    per_head = (now.entropy * counts).sum(0) / counts.sum(0).clamp(min=1)
     entropy_loss = -(now.entropy * counts).sum() / decided
     loss = policy_loss + config.value_coef * value_loss + entropy_coef * entropy_loss
 
     with torch.no_grad():
         kl = ((ratio - 1 - change) * counts).sum() / decided
         outside = ((ratio - 1).abs() > config.clip_ratio) & counts
-        used = counts.sum((0, 1))
+        used = counts.sum(0)
         numbers = torch.stack(
             [
                 loss, policy_loss, value_loss, entropy_loss, kl, outside.sum() / counts.sum().clamp(min=1),
@@ -288,7 +284,7 @@ def losses(
 
 
 def counted(masks: Tensor, layout: MaskLayout, actions: Tensor, free: Tensor) -> Tensor:
-    """Return where a head contributes, [C, N, 8]: on free steps whose op reads it, if it had several options."""
+    """Return where a head contributes, [N, 8]: on free steps whose op reads it, if it had several options."""
     op = actions[..., Head.OP]
     relevant = _RELEVANCE.to(masks.device)[op]
     several = conditioned(masks, layout, op, actions[..., Head.SLOT]).sum(-1) > 1

@@ -1,6 +1,6 @@
 """Rollout buffer: one preallocated tensor per field, one row per step of all environments.
 
-Legend: T steps, E environments, F features, M mask columns, C steps of a chunk, N sequences of a minibatch.
+Legend: T steps, E environments, F features, M mask columns, N steps of a minibatch.
 
 A column may hold several episodes and may end early: `step_counts [E]` is the number of its valid steps, always a
 prefix. The rest is padding and is never read.
@@ -26,38 +26,27 @@ Row = Tensor | NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """Chunks of some environments' columns: N sequences of C steps.
+    """Steps of the buffer, in random order."""
 
-    Sequences shorter than C repeat their last valid step, so that padding is legal and finite. `valid` excludes it from
-    every sum.
-    """
-
-    obs: Tensor  # [C, N, F]
-    masks: Tensor  # [C, N, M] bool
-    actions: Tensor  # [C, N, 8]
-    log_probs: Tensor  # [C, N, 8] per head, at sampling time
-    values: Tensor  # [C, N] at sampling time
-    advantages: Tensor  # [C, N]
-    returns: Tensor  # [C, N]
-    starts: Tensor  # [C, N] bool: zero the hidden state before this step
-    forced: Tensor  # [C, N] bool: only one operation was legal
-    valid: Tensor  # [C, N] bool
-    hidden: Tensor  # [N, *hidden] state before each sequence's first step
-    steps: Tensor  # [C, N] int64, row of each step in the buffer
-    envs: Tensor  # [N] int64, column of each sequence in the buffer
+    obs: Tensor  # [N, F]
+    masks: Tensor  # [N, M] bool
+    actions: Tensor  # [N, 8]
+    log_probs: Tensor  # [N, 8] per head, at sampling time
+    values: Tensor  # [N] at sampling time
+    advantages: Tensor  # [N]
+    returns: Tensor  # [N]
+    forced: Tensor  # [N] bool: only one operation was legal
+    steps: Tensor  # [N] int64, row of each step in the buffer
+    envs: Tensor  # [N] int64, column of each step in the buffer
 
 
 class TamiyoRolloutBuffer:
     """Data of one round.
 
-    Call `add` per step, `finish`, `compute_advantages_and_returns`, `minibatches` per pass, then `reset`. `hidden`
-    is the shape of one environment's recurrent state, for example `(2, 64)` for an LSTM's h and c.
+    Call `add` per step, `finish`, `compute_advantages_and_returns`, `minibatches` per pass, then `reset`.
     """
 
-    def __init__(
-        self, *, steps: int, envs: int, features: int, masks: int, hidden: tuple[int, ...],
-        device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+    def __init__(self, *, steps: int, envs: int, features: int, masks: int, device: torch.device | str = "cpu") -> None:
         if min(steps, envs) < 1:
             raise ConfigError(f"a rollout needs at least one step and one environment, got {steps} and {envs}")
         self.steps = steps
@@ -76,8 +65,6 @@ class TamiyoRolloutBuffer:
         self.done = field(dtype=torch.bool)  # the episode ended
         self.truncated = field(dtype=torch.bool)  # the episode was cut before its end
         self.bootstrap = field()  # value of the state after a cut
-        self.starts = field(dtype=torch.bool)  # first step of an episode: hidden was zeroed before it
-        self.hidden = field(*hidden)  # state before the step
         self.forced = field(dtype=torch.bool)  # only one operation was legal
         self.advantages = field()
         self.returns = field()
@@ -95,7 +82,7 @@ class TamiyoRolloutBuffer:
         """Return the tensors written by `add`, [T, E, …] each: those that ranks exchange."""
         return [
             self.obs, self.masks, self.actions, self.log_probs, self.values, self.rewards, self.done, self.truncated,
-            self.bootstrap, self.starts, self.hidden, self.forced,
+            self.bootstrap, self.forced,
         ]  # fmt: skip
 
     @property
@@ -106,8 +93,7 @@ class TamiyoRolloutBuffer:
     @torch.no_grad()
     def add(
         self, *, obs: Row, masks: Row, actions: Row, log_probs: Row, values: Row, rewards: Row, done: Row,
-        truncated: Row, starts: Row, hidden: Row, bootstrap: Row | None = None, forced: Row | None = None,
-        alive: Row | None = None,
+        truncated: Row, bootstrap: Row | None = None, forced: Row | None = None, alive: Row | None = None,
     ) -> None:  # fmt: skip
         """Copy one step of all environments. Where `alive` is False, this step and all later ones are padding."""
         t = self.rows
@@ -116,7 +102,7 @@ class TamiyoRolloutBuffer:
         for name, value in (
             ("obs", obs), ("masks", masks), ("actions", actions), ("log_probs", log_probs), ("values", values),
             ("rewards", rewards), ("done", done), ("truncated", truncated), ("bootstrap", bootstrap),
-            ("starts", starts), ("hidden", hidden), ("forced", forced),
+            ("forced", forced),
         ):  # fmt: skip
             row = getattr(self, name)[t]
             if value is None:
@@ -176,39 +162,32 @@ class TamiyoRolloutBuffer:
         return self.advantages, self.returns
 
     @torch.no_grad()
-    def minibatches(self, num_groups: int, chunk: int, generator: torch.Generator) -> Iterator[Minibatch]:
-        """Yield one pass over the data: shuffled groups of environments, cut into chunks. Every valid step occurs once.
+    def minibatches(self, count: int, generator: torch.Generator) -> Iterator[Minibatch]:
+        """Yield one pass over the data: `count` minibatches of shuffled valid steps, or fewer, of one step each.
 
-        The chunks of a column are in the same minibatch, each with the hidden state stored before its first step.
+        Every valid step occurs once.
         """
-        if not 1 <= num_groups <= self.envs:
-            raise ConfigError(f"cannot make {num_groups} groups of {self.envs} environments: choose 1 to {self.envs}")
-        if chunk < 1:
-            raise ConfigError(f"a chunk has at least one step, got {chunk}")
+        if count < 1:
+            raise ConfigError(f"a pass has at least one minibatch, got {count}")
         if not self._has_advantages:
             raise DataError("no advantages for these steps yet: call compute_advantages_and_returns(gamma, lam) first")
-        order = torch.randperm(self.envs, generator=generator, device=generator.device).to(self.device)
-        first = torch.arange(0, self.rows, chunk, device=self.device)[:, None]  # [chunks, 1]
-        for group in order.tensor_split(num_groups):
-            chunks, members = (first < self.step_counts[group]).nonzero(as_tuple=True)  # sync: number of sequences
-            if len(members):
-                yield self._gather(first[chunks, 0], group[members], chunk)
+        steps, envs = self.valid.nonzero(as_tuple=True)  # sync: number of valid steps
+        order = torch.randperm(len(steps), generator=generator, device=generator.device).to(self.device)
+        if len(order):
+            for some in order.tensor_split(min(count, len(order))):
+                yield self._gather(steps[some], envs[some])
 
-    def _gather(self, first: Tensor, envs: Tensor, chunk: int) -> Minibatch:
-        """Return the sequences that start at rows `first [N]` of columns `envs [N]`."""
-        rows = first + torch.arange(min(chunk, self.rows), device=self.device)[:, None]  # [C, N]
-        counts = self.step_counts[envs]
-        steps = torch.minimum(rows, counts - 1)
-        flat = (steps * self.envs + envs).flatten()
+    def _gather(self, steps: Tensor, envs: Tensor) -> Minibatch:
+        """Return the steps at rows `steps [N]` of columns `envs [N]`."""
+        flat = steps * self.envs + envs
 
         def take(field: Tensor) -> Tensor:
-            return field.flatten(0, 1).index_select(0, flat).unflatten(0, steps.shape)
+            return field.flatten(0, 1).index_select(0, flat)
 
         return Minibatch(
             obs=take(self.obs), masks=take(self.masks), actions=take(self.actions), log_probs=take(self.log_probs),
             values=take(self.values), advantages=take(self.advantages), returns=take(self.returns),
-            starts=take(self.starts), forced=take(self.forced), valid=rows < counts,
-            hidden=self.hidden[first, envs], steps=steps, envs=envs,
+            forced=take(self.forced), steps=steps, envs=envs,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ No host exists between rounds, so the state is small. The hosts of a round are a
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -79,7 +80,7 @@ class TrainingState:
 
     ppo: PPO
     shuffle: torch.Generator
-    """Generator that assigns environments to minibatches: the only random stream that continues from round to round.
+    """Generator that assigns steps to minibatches: the only random stream that continues from round to round.
     All other random numbers are keyed by world, round or step."""
     result: TrainingResult
     ranges: FeatureRanges
@@ -175,7 +176,7 @@ def with_policy_network(config: TrainConfig) -> TrainConfig:
         others = {name: value for name, value in theirs.items() if value != ours[name]}
         raise ConfigError(
             f"start_from={config.start_from} has other network settings than this training, of which a preset may set "
-            f"some. Use {' '.join(f'--set network.{name}={value}' for name, value in others.items())}, or train a new "
+            f"some. Use {' '.join(f'--set network.{k}={json.dumps(v)}' for k, v in others.items())}, or train a new "
             "policy"
         )
     return msgspec.structs.replace(config, network=network)

@@ -178,7 +178,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 FEW_CHOICES = {"tempo": "STANDARD", "alpha_target": "FULL", "alpha_speed": "INSTANT", "alpha_curve": "LINEAR"}
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"task": "rescue", "rounds": 4, "envs": 4, "epochs": 20, "worlds": 4, "ppo": {"groups": 2}},
+    "quick": {"task": "rescue", "rounds": 4, "envs": 4, "epochs": 20, "worlds": 4, "ppo": {"minibatches": 2}},
     "standard": {},
     "sim": {
         "simulated": True, "rounds": 68, "envs": 512, "worlds": 8192, "imitation": 10,
@@ -230,6 +230,19 @@ def load_config(
             "`esper plans`, or set imitation = 0"
         )
     return config
+
+
+def config_of_run(tree: Mapping[str, Any], run: Path, changes: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Return the settings that a run has recorded, with some changed. Raise ConfigError if they no longer exist."""
+    recorded: TrainConfig
+    try:
+        recorded = built(TrainConfig, tree)
+    except (ConfigError, UnknownNameError) as error:
+        raise ConfigError(
+            f"{run} was trained with other settings than this version of Esper has: {error}. Train it again, or use "
+            "the version that trained it"
+        ) from error
+    return built(TrainConfig, as_tree(recorded) | dict(changes)) if changes else recorded
 
 
 def read_toml(file: Path) -> dict[str, Any]:

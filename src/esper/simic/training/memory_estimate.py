@@ -26,24 +26,24 @@ COPIES = 8
 """Copies of a host's weights: weights, gradients, optimiser (two), average, snapshot (weights, optimiser, average)."""
 VALIDATED = 2048
 """Maximum number of samples that a validation pass processes at once."""
-LAYERS = 64
-"""Activations and gradients of a minibatch in the policy, in multiples of its width, per slot."""
+LAYERS = 16
+"""Activations and gradients of a minibatch in the policy, in multiples of its width, per slot. Measured: 10."""
 FAMILY_SAMPLE = 8
 """Number of worlds of a family whose largest host stands for all."""
 PASSES = 4
 """Multiples of a batch's activations: forward pass, backward pass, a seed's shadow pass, allocator overhead."""
 
 
-def needed(config: TrainConfig, env: GrowthVectorEnv, hidden: int, ranks: int = 1) -> dict[str, int]:
+def needed(config: TrainConfig, env: GrowthVectorEnv, ranks: int = 1) -> dict[str, int]:
     """Return the bytes that this process will need, by purpose."""
     with torch.device("meta"):  # allocates nothing
         buffer = TamiyoRolloutBuffer(
             steps=env.horizon, envs=config.envs, features=num_features(env.layout.slots), masks=env.layout.size,
-            hidden=(hidden,), device="meta",
+            device="meta",
         )  # fmt: skip
     rollouts = 2 * sum(t.nbytes for t in (*buffer.fields(), buffer.advantages, buffer.returns))
-    group = -(-config.envs // min(config.ppo.groups, config.envs))  # environments of one minibatch
-    rows = env.horizon * group * (env.layout.slots + 2)  # rows
+    steps = -(-env.horizon * config.envs // config.ppo.minibatches)  # of one minibatch
+    rows = steps * (env.layout.slots + 2)
     need = {"the program": _now(), "rollouts": rollouts, "updates": LAYERS * 4 * rows * config.network.width}
     hosts = _sample_hosts(env.backend)
     if hosts:

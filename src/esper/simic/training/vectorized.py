@@ -82,9 +82,8 @@ def train_ppo_vectorized(
     result = training.result
     checkpointer = Checkpointer(config, directory, hub, group)
     buffer = TamiyoRolloutBuffer(
-        steps=env.horizon, envs=E, features=num_features(env.layout.slots), masks=env.layout.size,
-        hidden=(network.hidden_size,),
-    )  # fmt: skip
+        steps=env.horizon, envs=E, features=num_features(env.layout.slots), masks=env.layout.size
+    )
     emit = TelemetryEmitter(
         hub, slots=env.backend.slots, worlds=env.backend.worlds, host_params=env.backend.host_params,
         envs=range(E)[mine], level=level(config.telemetry), is_rank_zero=group.is_rank_zero,
@@ -124,7 +123,7 @@ def train_ppo_vectorized(
                 buffer.add(
                     obs=sampler.obs, masks=sampler.masks, actions=actions, log_probs=choice.log_probs,
                     values=choice.values, rewards=group.pad_rows(paid, E), done=done, truncated=group.pad_rows(cut, E),
-                    starts=sampler.starts, hidden=sampler.hidden, forced=forced(sampler.masks, env.layout),
+                    forced=forced(sampler.masks, env.layout),
                     alive=group.pad_rows(alive, E, True),
                 )  # fmt: skip
                 sampler.observe(obs, info["masks"])
@@ -146,7 +145,7 @@ def train_ppo_vectorized(
         decisions = None
         if not taught:  # the buffer of a taught round holds the teacher's actions
             decisions = DecisionRecord.of(
-                network, env.layout, obs=buffer.obs, masks=buffer.masks, actions=buffer.actions, hidden=buffer.hidden,
+                network, env.layout, obs=buffer.obs, masks=buffer.masks, actions=buffer.actions,
                 lengths=buffer.step_counts, slots=env.backend.slots, worlds=round_worlds(config, number),
                 episode=number + 1,
             )  # fmt: skip
@@ -186,22 +185,18 @@ class Sampler:
         self.group = group
         self.draws = draws  # [T, E, 8]
         self.envs = draws.shape[1]
-        self.hidden = network.initial(self.envs)
-        self.starts = torch.ones(self.envs, dtype=torch.bool)  # [E] whether the next step is the first of an episode
         self.obs, self.masks = self._padded(obs, masks)
         self.choice: Choice
         self._step = 0
 
     def act(self, _table: SlotTable, _legal: Bools) -> Ints:
         """Return actions [R, 8]. The arguments are unused: `obs` and `masks` hold the environment's current state."""
-        self.choice = self.network.act(self.obs, self.masks, self.hidden, self.layout, self.draws[self._step])
+        self.choice = self.network.act(self.obs, self.masks, self.layout, self.draws[self._step])
         self._step += 1
         return np.asarray(self.choice.actions.numpy()[self.group.share(self.envs)])
 
     def observe(self, obs: Floats, masks: Bools) -> None:
-        """Store the observations and masks after a step. No episode starts within a round."""
-        self.hidden = self.choice.hidden
-        self.starts = torch.zeros(self.envs, dtype=torch.bool)
+        """Store the observations and masks after a step."""
         self.obs, self.masks = self._padded(obs, masks)
 
     def _padded(self, obs: Floats, masks: Bools) -> tuple[Tensor, Tensor]:

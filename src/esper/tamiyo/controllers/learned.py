@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +23,14 @@ from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features
 from esper.tamiyo.policy_file import load_policy, load_ranges
 
 SHIPPED = Path(__file__).parent.parent / "shipped" / "tamiyo.safetensors"
-"""Path of the policy shipped with the package, trained on `rescue`."""
+"""Path of the policy shipped with the package, trained on the family `general`."""
 
 SHOWN_OUTSIDE = 4
 """Number of features named in the warning about a model outside the ranges of training."""
 
 
 class Learned:
-    """Runs a trained policy, with its recurrent state kept from the first step of each episode.
+    """Runs a trained policy.
 
     Call `bind` first: sizes and prices of the host are part of the observation. Actions are sampled with random numbers
     that depend on world and step only; `sample=False` takes the likeliest ones.
@@ -56,7 +55,6 @@ class Learned:
         self.sample = sample
         self.rng_seed = rng_seed
         self.context: ObsContext | None = None
-        self._hidden = network.initial(0)
         self.log: DecisionLog | None = None
         """Collects every decision with its inputs; None collects nothing."""
 
@@ -67,47 +65,26 @@ class Learned:
         return cls(network, fixed=fixed, ranges=load_ranges(path))
 
     def bind(self, context: ObsContext, worlds: Sequence[int] | None = None) -> None:
-        """Set the host's context and the worlds of its environments, and clear the recurrent state."""
+        """Set the host's context and the worlds of its environments."""
         self.context = context
         self.worlds = worlds
         self.outside = {}
-        self._hidden = self.network.initial(0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the recurrent state. The policy is not included: it has its own file."""
-        return {"hidden": self._hidden.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state_dict`. Raise ConfigError if it belongs to a policy of another size."""
-        hidden = state.get("hidden")
-        width = self._hidden.shape[1:]
-        if not isinstance(hidden, torch.Tensor) or hidden.shape[1:] != width or hidden.dtype != self._hidden.dtype:
-            actual = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else hidden
-            raise ConfigError(
-                f"the recurrent state is of another policy: expected shape (environments, {width[0]}), got {actual}"
-            )
-        self._hidden = hidden.clone()
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]. Raise ConfigError if `bind` has not been called."""
         if self.context is None:
             raise ConfigError("a trained policy observes its host: call controller.bind(context) before act()")
-        envs = table.num_envs
-        if len(self._hidden) != envs:
-            self._hidden = self.network.initial(envs)
-        self._hidden[torch.from_numpy(table.step == 0)] = 0.0  # reset the state at the start of an episode
         obs = torch.from_numpy(batch_obs_to_features(table, self.context, legal=legal))
         masks = torch.from_numpy(compute_batch_masks(table, legal, fixed=self.fixed))
         layout = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])
         self._compare_with_training(obs, is_start=not table.step.any())
         draws = None
         if self.sample:
-            keys = world_keys(range(envs) if self.worlds is None else self.worlds)
+            keys = world_keys(range(table.num_envs) if self.worlds is None else self.worlds)
             draws = torch.from_numpy(uniform(random_bits(keys, f"played {self.rng_seed}", NUM_HEADS, table.step)))
-        choice = self.network.act(obs, masks, self._hidden, layout, draws)
+        choice = self.network.act(obs, masks, layout, draws)
         if self.log is not None:
-            self.log.add(obs, masks, choice.actions, self._hidden)
-        self._hidden = choice.hidden
+            self.log.add(obs, masks, choice.actions)
         return np.asarray(choice.actions.numpy())
 
     def _compare_with_training(self, obs: Tensor, *, is_start: bool) -> None:

@@ -71,15 +71,15 @@ _ENV = (
 
 STAGE = tuple(_slot(f"stage_{s.name.lower()}", f"the slot shows {s.name}", "0 or 1") for s in SeedStage)
 BLUEPRINT = tuple(
-    _slot(f"blueprint_{b}", f"the seed is, or was before it was pruned, a {b}", "0 or 1") for b in _PLANTABLE
+    _slot(f"blueprint_{b}", f"the seed, or the one just pruned, is of blueprint {b}", "0 or 1") for b in _PLANTABLE
 )
 OPERATOR = tuple(_slot(f"operator_{o.name.lower()}", f"the seed joins by {o.name}", "0 or 1") for o in Operator)
 PRICE_PARAMS = tuple(
-    _slot(f"price_params_{b}", f"parameters of a {b} here", "size (parameters / host), or −1: not taken", -1)
+    _slot(f"price_params_{b}", f"parameters of {b} here", "size (parameters / host), or −1: not taken", -1)
     for b in _PLANTABLE
 )
 PRICE_MACS = tuple(
-    _slot(f"price_macs_{b}", f"multiply-adds of a {b} here", "size (macs / host), or −1: not taken", -1)
+    _slot(f"price_macs_{b}", f"multiply-adds of {b} here", "size (macs / host), or −1: not taken", -1)
     for b in _PLANTABLE
 )
 _PLACE = (
