@@ -69,7 +69,30 @@ _SEARCHES = (
     Arm(name="successive_halving", kind="halving", settings=LIMIT),
     _AUDITION,
 )
+_TRAINED = 250
+"""Epochs that a model was trained for before a study of trained models begins."""
+_TRAINED_ARMS = (
+    _static("restart", **FULL, slots=1),
+    *_larger_hosts(seeds=1),
+    _static("continued", pretrain=_TRAINED),
+    _planted("grown", "open", 0, slots=1, pretrain=_TRAINED),
+    # `restart` has as many new steps as `grown`; these have as many in all
+    _static("equal_steps", **FULL, slots=1, epochs=[_TRAINED + 46, _TRAINED + 93]),
+    _static("no_growth", **HOST_ONLY, pretrain=_TRAINED, epochs=[46, 93]),
+)
 _SEARCH_CLAIMS = tuple(Claim(arm="audition", against=other) for other in ("random_search", "successive_halving"))
+
+
+def _trained_claims(arm: str) -> tuple[Claim, ...]:
+    """Return the claims that an arm which grows a trained model has a lower loss than every other way."""
+    compute = ("restart", "wider_host", "deeper_host", "continued")
+    steps = ("equal_steps", "no_growth")
+    return (
+        *(Claim(arm=arm, against=against, direction="lower") for against in compute),
+        *(Claim(arm=arm, against=against, at="equal steps", direction="lower") for against in steps),
+    )
+
+
 _CHEAPER_SEARCH_CLAIMS = tuple(
     Claim(arm="audition", budget=budget, against=other, against_budget=4.0)
     for budget in (1.0, 2.0)
@@ -191,19 +214,11 @@ _ROWS = (
         name="trained_model",
         question="I have a trained model that no longer improves: is it cheaper to grow it than to train a larger one?",
         task=("moby_deep", "sotu_deep"),
-        arms=(
-            _static("restart", **FULL, slots=1),
-            *_larger_hosts(seeds=1),
-            _static("continued", pretrain=250),
-            _planted("grown", "open", 0, slots=1, pretrain=250),
-        ),
+        arms=_TRAINED_ARMS,
         budgets=(0.25, 0.5),
         worlds=(100, 8),
         metric="test_loss",
-        claims=tuple(
-            Claim(arm="grown", against=against, direction="lower")
-            for against in ("restart", "wider_host", "deeper_host", "continued")
-        ),
+        claims=_trained_claims("grown"),
         min_worlds=8,
     ),
     Study(
@@ -211,15 +226,15 @@ _ROWS = (
         question="I grow a trained language model by a layer: should the layer start as a copy of a trained one?",
         task=("moby_deep", "sotu_deep"),
         arms=(
-            _static("continued", pretrain=250),
-            _planted("grown", "open", 0, slots=1, pretrain=250),
-            _planted("grown_by_copy", "open", 0, slots=1, pretrain=250, copied="blocks.0"),
+            *_TRAINED_ARMS,
+            _planted("grown_by_copy", "open", 0, slots=1, pretrain=_TRAINED, copied="blocks.0"),
         ),
         budgets=(0.25, 0.5),
         worlds=(100, 8),
         metric="test_loss",
-        claims=tuple(
-            Claim(arm="grown_by_copy", against=against, direction="lower") for against in ("grown", "continued")
+        claims=(
+            Claim(arm="grown_by_copy", against="grown", direction="lower"),
+            *_trained_claims("grown_by_copy"),
         ),
         min_worlds=8,
     ),
