@@ -9,7 +9,8 @@ import pytest
 
 from esper.commands.study import list_studies, parse_shard, parse_worlds, run_study
 from esper.leyline.errors import ConfigError, UnknownNameError
-from esper.studies.results import read_lines, read_results
+from esper.studies.contract import Arm
+from esper.studies.results import read_lines, read_results, read_saved
 from esper.studies.simulated_policies import TrainedArm
 from esper.studies.table import SETTINGS_STUDIES, STUDIES
 from tests.support.example_studies import example_study, settings_study
@@ -60,6 +61,29 @@ def test_tuning_shows_validation_quality_and_no_test_quality(capsys):
     assert "40." not in printed
     assert "won" not in printed
     assert {r.world for r in read_results(Path("out/example"))} == {0, 1}
+
+
+def test_tuning_of_candidates_is_saved_apart_and_extended(study, monkeypatch, capsys):
+    wild = Arm(name="wild", kind="example_formula", settings={"base": 0.4})
+    tuned = msgspec.structs.replace(study, candidates=(study.arm("better"), wild), tuning_worlds=(3, 2))
+    monkeypatch.setitem(STUDIES, "example", tuned)
+    run(tuning=True, save=True)
+    assert not Path("studies/example.json").exists()
+    saved = read_saved(Path("studies/tuning/example.json"))
+    assert {(r.arm, r.world) for r in saved.records} == {(arm, world) for arm in ("better", "wild") for world in (3, 4)}
+    assert saved.study.claims == ()
+    capsys.readouterr()
+
+    run(tuning=True, extend=True, out=Path("again"))
+    assert "4 jobs, 4 of them finished before" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"'example' is not saved: there is no studies/example\.json"):
+        run(extend=True)
+
+
+def test_first_candidate_must_be_an_arm_of_the_study(study):
+    stranger = Arm(name="stranger", kind="example_formula")
+    with pytest.raises(ConfigError, match="the first of the candidates must be one of the arms"):
+        msgspec.structs.replace(study, candidates=(stranger, study.arms[0]))
 
 
 @pytest.mark.usefixtures("study")
@@ -147,9 +171,9 @@ def test_show_runs_nothing_and_arms_select(capsys):
         ({"name": "without"}, ConfigError, "arm 'worse' is of kind 'missing', which has no trainer"),
         ({"worlds": "0:5"}, ConfigError, "worlds start at 100 or above"),
         ({"worlds": "100:5", "tuning": True}, ConfigError, "tuning worlds lie below 100"),
-        ({"tuning": True, "save": True}, ConfigError, "leave out --tuning"),
+        ({"worlds": "100:1", "save": True}, ConfigError, "leave out --arm, --worlds and --show"),
+        ({"tuning": True, "arms": ["better"], "save": True}, ConfigError, "leave out --arm, --worlds and --show"),
         ({"extend": True}, ConfigError, "'example' is not saved: there is no studies/example.json to extend"),
-        ({"worlds": "100:5", "save": True}, ConfigError, "leave out --tuning, --arm, --worlds"),
     ],
 )
 def test_invalid_request_is_refused_before_anything_runs(study, monkeypatch, changes, error, message):

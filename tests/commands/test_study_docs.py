@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from esper.cli import app
 from esper.commands.study_docs import BEGIN, DOCS, END, VERDICT, run_docs
 from esper.leyline.errors import ConfigError, UnknownNameError
-from esper.studies.results import JobResult, SavedStudy
+from esper.studies.results import JobResult, SavedStudy, read_saved
 from esper.studies.table import SETTINGS_STUDIES, STUDIES
 from tests.support import ROOT
 from tests.support.example_studies import evaluation, example_study, settings_study, train_by_formula, trained_arm
@@ -88,6 +88,24 @@ def test_pages_have_their_tables_and_charts():
     assert "| loss gap | −0.200 ± 0.010 | 0.100 ± 0.010 | −0.100 ± 0.010 |" in pages["simulator_fit"]
     for chart in DOCS.glob("*.svg"):
         assert ET.parse(chart).getroot().tag.endswith("svg")
+
+
+@pytest.mark.usefixtures("repository")
+def test_page_shows_validation_quality_of_saved_tuning_and_no_test_quality():
+    saved = read_saved(Path("studies/example.json"))
+    tuned = saved.study.for_tuning()
+    records = [msgspec.structs.replace(record, world=record.world - 100) for record in saved.records]
+    Path("studies/tuning").mkdir()
+    tuning = SavedStudy(command="tuning command", study=tuned, versions=[], summary=None, records=records)
+    Path("studies/tuning/example.json").write_bytes(msgspec.json.encode(tuning))
+
+    run_docs(None, check=False)
+
+    tables = (DOCS / "example.md").read_text().partition("## Tuning")[2]
+    assert "`worse` and arms that differ from it" in tables
+    assert "| better | 90.5 ± 0.1 | +10.0 [+10.0, +10.0] | 1.00 | 0.0k |" in tables
+    assert "40.5" not in tables
+    assert tables.endswith(f"\n\nCommand: `tuning command`\n{END}\n")
 
 
 @pytest.mark.usefixtures("repository")

@@ -221,18 +221,50 @@ def test_audition_of_a_study_and_the_public_one_measure_the_same_gains():
     assert gains == {(trial.slot, trial.blueprint): trial.gain for trial in public.trials}
 
 
+GAINS = {("r0c0", "mlp"): 0.4, ("r0c1", "mlp"): 0.3, ("r0c2", "lora"): 0.2, ("r0c1", "lora"): 0.1}
+
+
 def test_audition_of_a_study_plants_the_plan_of_the_public_one(monkeypatch):
     monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
-    gains = {("r0c0", "mlp"): 0.4, ("r0c1", "mlp"): 0.3, ("r0c2", "lora"): 0.2, ("r0c1", "lora"): 0.1}
-    monkeypatch.setattr("esper.studies.arms.audition", lambda *_: (gains, 10_000))
+    monkeypatch.setattr("esper.studies.arms.audition", lambda *_: (GAINS, 10_000))
     space = Space(SMALL, 0.55)
-    macs = {seed: space.macs(dict([seed])) - space.host_macs for seed in gains}
-    public = Audition(tuple(Trial(*seed, gain, params=0, macs=macs[seed]) for seed, gain in gains.items()), bare=0.5)
+    macs = {seed: space.macs(dict([seed])) - space.host_macs for seed in GAINS}
+    public = Audition(tuple(Trial(*seed, gain, params=0, macs=macs[seed]) for seed, gain in GAINS.items()), bare=0.5)
     arm = Arm(name="a", kind="audition", settings={"limit": 0.55, "start": 1, "trial": 0.1, "keep": 0.6})
     points = TRAINERS["audition"](arm, "digits", 0, [1.0, 4.0])  # the shares kept are 0.6 and 0.6 / √4
     plans = [public.plan(limit=space.limit - space.host_macs, keep=keep) for keep in (0.6, 0.3)]
     assert [point.structure for point in points] == plans
     assert plans == [{"r0c0": "mlp"}, {"r0c0": "mlp", "r0c2": "lora"}]  # two mlp are too large
+
+
+GROWING = [
+    Arm(name="grown", kind="placed", settings={"start": 2, "trial": 1}),
+    Arm(name="grown", kind="audition", settings={"limit": LIMIT, "start": 1, "trial": 0.1, "keep": 0.6}),
+]
+
+
+@pytest.mark.parametrize("grown", GROWING, ids=lambda arm: arm.kind)
+def test_chosen_structure_is_trained_from_step_0_for_equal_steps_or_equal_compute(grown, monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
+    if grown.kind == "audition":
+        monkeypatch.setattr("esper.studies.arms.audition", lambda *_: (GAINS, 10_000))
+    budgets = [1.0, 2.0]
+
+    def chosen(**settings):
+        arm = Arm(name="chosen", kind="chosen", settings={"choice": grown.kind, **grown.settings, **settings})
+        return TRAINERS["chosen"](arm, "digits", 0, budgets)
+
+    planted = TRAINERS[grown.kind](grown, "digits", 0, budgets)
+    same, steps, host = chosen(equal="compute"), chosen(equal="steps"), chosen(equal="steps", structure="none")
+    for ours, compute, equal, bare in zip(planted, same, steps, host, strict=True):
+        assert ours.structure == compute.structure == equal.structure != {}
+        assert bare.structure == {}
+        assert ours.epochs == equal.epochs == bare.epochs
+        assert [point.budget for point in (compute, equal, bare)] == [ours.budget] * 3
+        epoch_macs = equal.train_macs // equal.epochs
+        unit = full_training_macs(SMALL) if grown.kind == "placed" else Space(SMALL, LIMIT).unit
+        assert compute.train_macs == int(ours.budget * unit) // epoch_macs * epoch_macs
+        assert bare.train_macs < ours.train_macs
 
 
 @pytest.mark.parametrize("host", ["wider", "deeper"])
@@ -268,15 +300,20 @@ def test_arm_with_epochs_trains_for_these_at_each_budget_and_decays_at_its_end(s
     assert (alone.test_quality, alone.test_loss) == (points[1].test_quality, points[1].test_loss)
 
 
+def epochs_in_all(arm):
+    """Return the epochs that an arm of fixed epochs has at each budget, those before the study included."""
+    return tuple(arm.settings.get("pretrain", 0) + epochs for epochs in arm.settings["epochs"])
+
+
 @pytest.mark.parametrize(
-    "study", [study for study in STUDIES.values() if any(a.name == "equal_steps" for a in study.arms)]
+    "study", [study for study in STUDIES.values() if any("epochs" in arm.settings for arm in study.arms)]
 )
 def test_arms_of_equal_steps_have_the_epochs_of_the_grown_arm_in_saved_results(study):
     """Pairs at equal steps are points with the same number of epochs: other epochs in the table would leave none."""
     saved = read_saved(ROOT / "studies" / f"{study.name}.json")
     (grown,) = {claim.arm for claim in study.claims if claim.against == "equal_steps"}
     epochs = {tuple(point.epochs for point in record.points) for record in saved.records if record.arm == grown}
-    assert epochs == {tuple(study.arm(name).settings["epochs"]) for name in ("equal_steps", "no_growth")}
+    assert epochs == {epochs_in_all(study.arm(name)) for name in ("equal_steps", "no_growth")}
 
 
 def test_host_within_the_limit_trains_for_the_whole_budget_of_a_search(monkeypatch):

@@ -20,6 +20,7 @@ from esper.studies.rendering import as_text, text_table
 from esper.studies.results import (
     RESULTS,
     SAVED,
+    TUNING,
     Job,
     JobResult,
     SavedStudy,
@@ -76,10 +77,10 @@ def run_study(
     """
     study = get_study(name)
     index, shards = parse_shard(shard)
-    if save and (tuning or arms or show or worlds):
-        raise ConfigError("--save writes a whole study: leave out --tuning, --arm, --worlds and --show")
+    if save and (arms or show or worlds):
+        raise ConfigError("--save writes a whole study: leave out --arm, --worlds and --show")
     directory = out / study.name
-    saved = study.saved if isinstance(study, SettingsStudy) else SAVED / f"{study.name}.json"
+    saved = study.saved if isinstance(study, SettingsStudy) else saved_path(study, tuning=tuning)
     if extend and not saved.exists():
         raise ConfigError(f"study {name!r} is not saved: there is no {saved} to extend. Leave out --extend")
     with_saved = extend or (show and not (directory / RESULTS).exists())
@@ -90,6 +91,7 @@ def run_study(
             study, study.jobs(arms), (index, shards), directory, workers, show=show, save=save, with_saved=with_saved
         )
         return
+    study = study.for_tuning() if tuning else study
     first, count = parse_worlds(study, worlds, tuning=tuning)
     jobs = jobs_of(study, arms, (first, count))
     if not show:
@@ -100,7 +102,7 @@ def run_study(
     print_results(study, results, directory, tuning=tuning)
     check_complete(study, len(jobs), len(results), save=save)
     if save:
-        save_study(study, results)
+        save_study(study, results, tuning=tuning)
 
 
 def run_settings_study(
@@ -174,9 +176,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 def print_results(study: Study, results: dict[Job, JobResult], directory: Path, *, tuning: bool) -> None:
     """Print tables and verdicts and write one chart per task. Tuning shows validation quality and no verdicts."""
-    if tuning:
-        study = msgspec.structs.replace(study, claims=())
-    summary = summarize(study, points_of(results.values()), "val_quality" if tuning else study.metric)
+    summary = summarize(study, points_of(results.values()), metric_of(study, tuning=tuning))
     print(as_text(summary))
     if len(different_versions(results.values())) > 1:
         print("Note: the results were made with different versions of code or libraries, or on different processors.")
@@ -193,15 +193,27 @@ def different_versions(results: Iterable[JobResult]) -> list[dict[str, str]]:
     return list(distinct.values())
 
 
-def save_study(study: Study, results: dict[Job, JobResult]) -> None:
+def metric_of(study: Study, *, tuning: bool) -> str:
+    """Return the metric that tables show: no test results of tuning worlds."""
+    return "val_quality" if tuning else study.metric
+
+
+def saved_path(study: Study, *, tuning: bool) -> Path:
+    """Return where the repository keeps the results of a study."""
+    return (TUNING if tuning else SAVED) / f"{study.name}.json"
+
+
+def save_study(study: Study, results: dict[Job, JobResult], *, tuning: bool) -> None:
     """Write every point, the command, the versions and the tables."""
     saved = SavedStudy(
         command=manifest_base()["command"], study=study, versions=different_versions(results.values()),
-        summary=summarize(study, points_of(results.values()), study.metric), records=list(results.values()),
+        summary=summarize(study, points_of(results.values()), metric_of(study, tuning=tuning)),
+        records=list(results.values()),
     )  # fmt: skip
     content = msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n"
-    write_saved(study.name, SAVED / f"{study.name}.json", content)
-    unfinished(study).unlink(missing_ok=True)
+    write_saved(study.name, saved_path(study, tuning=tuning), content)
+    if not tuning:
+        unfinished(study).unlink(missing_ok=True)
 
 
 def write_saved(name: str, path: Path, content: bytes) -> None:

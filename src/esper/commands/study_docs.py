@@ -17,9 +17,9 @@ from esper.leyline.atomic_io import make_real_directory, write_atomically
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.studies.contract import Study
 from esper.studies.policy_tables import RETURNS, gains_of_plans, policy_tables, read_evaluations, read_returns
-from esper.studies.rendering import as_markdown, markdown_table
+from esper.studies.rendering import as_markdown, folded_tables, markdown_table
 from esper.studies.repetitions import REPEATED, repetition_tables
-from esper.studies.results import SAVED, points_of, read_saved
+from esper.studies.results import SAVED, TUNING, points_of, read_saved
 from esper.studies.simulated_policies import SAVED_POLICIES, current_trainings, ranking, ranking_title
 from esper.studies.statistics import summarize
 from esper.studies.table import SETTINGS_STUDIES, STUDIES
@@ -93,8 +93,24 @@ def growth_files() -> Iterator[Generated]:
             yield Generated(chart, frontier_chart(summary, task), frozenset([study.name]))
             charts.append(f"![{task} against training compute]({chart.name})")
         command = "Command" if study.name in STUDIES and arms_of(STUDIES[study.name]) == arms_of(study) else EARLIER
-        tables = "\n".join(charts) + f"\n\n{as_markdown(summary)}\n\n{command}: `{saved.command}`"
-        yield page(study.name, tables, [study.name], study.question)
+        parts = ["\n".join(charts), as_markdown(summary), f"{command}: `{saved.command}`", *tuning_parts(study.name)]
+        yield page(study.name, "\n\n".join(parts), [study.name], study.question)
+
+
+def tuning_parts(name: str) -> Iterator[str]:
+    """Yield the tables on tuning worlds that chose the settings of a study, if they are saved."""
+    path = TUNING / f"{name}.json"
+    if path.exists():
+        saved = read_saved(path)
+        first, count = saved.study.tuning_worlds
+        yield "## Tuning"
+        yield (
+            f"`{saved.study.arms[0].name}` and arms that differ from it in the one setting that their name states. "
+            f"Validation quality in the tuning worlds {first} to {first + count - 1}, which the results above do not use; "
+            "the intervals are not corrected for the number of arms."
+        )
+        yield from folded_tables(summarize(saved.study, points_of(saved.records), "val_quality"))
+        yield f"Command: `{saved.command}`"
 
 
 def repetition_files() -> Iterator[Generated]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -105,8 +105,13 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     epochs = arm.settings.get("epochs")
     if epochs is None:
         return session.run(Wait(), budgets)
+    return at_budgets(session.run(Wait(), [share_of_epochs(session, count) for count in epochs]), budgets)
+
+
+def share_of_epochs(session: Session, epochs: int) -> float:
+    """Return the budget that pays for this many epochs of a session."""
     # one multiply-add more: a budget is a fraction of the unit, and rounding it down would lose an epoch
-    return at_budgets(session.run(Wait(), [(count * session.epoch_macs + 1) / unit for count in epochs]), budgets)
+    return (epochs * session.epoch_macs + 1) / session.unit
 
 
 def at_budgets(points: Sequence[Point], budgets: Sequence[float], spent: int = 0) -> list[Point]:
@@ -176,6 +181,23 @@ class Space:
         return full_training_macs(self.task) * self.limit // self.macs(full)
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A structure that was chosen by trials on copies of a young host."""
+
+    trunk: Session  # the host, at the epoch of the trials
+    structure: Structure
+    spent: int  # multiply-adds of the trials
+
+    def grown(self) -> Session:
+        """Return a copy of the host with the structure."""
+        return self.trunk.copy(self.structure)
+
+    def left(self, budget: float) -> float:
+        """Return what the trials left of a budget."""
+        return budget - self.spent / self.trunk.unit
+
+
 def best_so_far(points: Sequence[Point], budget: float) -> Point:
     """Return the point of the best validation quality, with the compute of all trainings so far."""
     best = max(points, key=lambda point: point.val_quality)
@@ -242,21 +264,24 @@ def train_audition(arm: Arm, task: str, world: int, budgets: Sequence[float]) ->
     epochs), `keep` (that share of the largest gain at a budget of 1; at n it is divided by √n, because a longer
     training pays for more seeds).
     """
-    own = get_task(task)
-    space = Space(own, arm.settings["limit"])
     points = []
     for budget in budgets:
-        session = Session(own, world, unit=space.unit)
-        session.advance(Wait(), arm.settings["start"] * session.epoch_macs)
-        epochs = max(1, round(arm.settings["trial"] * budget * own.epochs))
-        candidates = [(slot, name) for slot, names in space.choices.items() for name in names]
-        gains, spent = audition(
-            session, [seed for seed in candidates if space.macs(dict([seed])) <= space.limit], epochs
-        )
-        structure = planned(gains, lambda plan: space.macs(plan) <= space.limit, arm.settings["keep"] / budget**0.5)
-        point = session.copy(structure).run(Wait(), [budget - spent / space.unit])[0]
-        points.append(msgspec.structs.replace(point, budget=budget, train_macs=spent + point.train_macs))
+        choice = audition_choice(arm, task, world, budget)
+        points += at_budgets(choice.grown().run(Wait(), [choice.left(budget)]), [budget], choice.spent)
     return points
+
+
+def audition_choice(arm: Arm, task: str, world: int, budget: float) -> Choice:
+    """Return what an arm of the kind `audition` chooses at a budget."""
+    own = get_task(task)
+    space = Space(own, arm.settings["limit"])
+    trunk = Session(own, world, unit=space.unit)
+    trunk.advance(Wait(), arm.settings["start"] * trunk.epoch_macs)
+    epochs = max(1, round(arm.settings["trial"] * budget * own.epochs))
+    candidates = [(slot, name) for slot, names in space.choices.items() for name in names]
+    gains, spent = audition(trunk, [seed for seed in candidates if space.macs(dict([seed])) <= space.limit], epochs)
+    keep = arm.settings["keep"] / budget**0.5
+    return Choice(trunk, planned(gains, lambda plan: space.macs(plan) <= space.limit, keep), spent)
 
 
 @trainer("placed")
@@ -266,18 +291,49 @@ def train_placed(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     Settings: `start` (epochs of the host before), `slot` (number of a slot; without it, all are tried), `trial` (epochs
     of a copy; its compute counts), `weak` (see `weakened`).
     """
+    choice = placed_choice(arm, task, world)
+    grown = choice.grown()
+    points = grown.run(Wait(), [choice.left(budget) for budget in budgets])
+    return at_budgets(points, budgets, choice.spent)
+
+
+def placed_choice(arm: Arm, task: str, world: int, _budget: float = 0.0) -> Choice:
+    """Return what an arm of the kind `placed` chooses. It is the same at every budget."""
     own = weakened(get_task(task), world, arm.settings.get("weak", "none"))
-    session = Session(own, world, unit=full_training_macs(own))
-    session.advance(Wait(), arm.settings["start"] * session.epoch_macs)
+    trunk = Session(own, world, unit=full_training_macs(own))
+    trunk.advance(Wait(), arm.settings["start"] * trunk.epoch_macs)
     seeds = list(full_structure(own).items())
-    spent = 0
     if "slot" in arm.settings:
-        seed = seeds[arm.settings["slot"]]
-    else:
-        gains, spent = audition(session, seeds, arm.settings["trial"])
-        seed = max(seeds, key=gains.__getitem__)
-    points = session.copy(dict([seed])).run(Wait(), [budget - spent / session.unit for budget in budgets])
-    return at_budgets(points, budgets, spent)
+        return Choice(trunk, dict([seeds[arm.settings["slot"]]]), 0)
+    gains, spent = audition(trunk, seeds, arm.settings["trial"])
+    return Choice(trunk, dict([max(seeds, key=gains.__getitem__)]), spent)
+
+
+CHOICES: dict[str, Callable[[Arm, str, int, float], Choice]] = {
+    "audition": audition_choice,
+    "placed": placed_choice,
+}
+"""Functions that return what an arm of this kind chooses at a budget."""
+
+
+@trainer("chosen")
+def train_chosen(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
+    """Train, from step 0, the structure that a growing arm chooses in this world, or the host without it.
+
+    The trials that chose it are not counted: it is what a user would train who knew the structure.
+    Settings: `choice` (kind of the growing arm), the settings of that arm, `equal` ("compute", or "steps": train for as
+    many epochs as the grown network has at each budget), `structure` ("none" trains the host alone).
+    """
+    points = []
+    for budget in budgets:
+        choice = CHOICES[arm.settings["choice"]](arm, task, world, budget)
+        structure = {} if arm.settings.get("structure") == "none" else choice.structure
+        session = Session(choice.trunk.task, world, unit=choice.trunk.unit, structure=structure)
+        share = budget
+        if arm.settings["equal"] == "steps":
+            share = share_of_epochs(session, choice.grown().epochs_within(choice.left(budget)))
+        points += at_budgets(session.run(Wait(), [share]), [budget])
+    return points
 
 
 def audition(session: Session, seeds: Sequence[Placement], epochs: int) -> tuple[dict[Placement, float], int]:

@@ -110,6 +110,10 @@ class Session:
         """Validation quality of the trunk after its last epoch."""
         return float(self.engine.table.quality[0])
 
+    def epochs_within(self, budget: float) -> int:
+        """Return the epochs, decay included, of a point at this budget if the structure stays as it is."""
+        return self.epochs + max(1, (int(budget * self.unit) - self.spent) // self.epoch_macs)
+
     def pretrain(self, epochs: int) -> None:
         """Train the host without growth for these epochs, decay included, as a model that exists already.
 

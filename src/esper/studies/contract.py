@@ -54,6 +54,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     budgets: tuple[float, ...]  # training multiply-adds as multiples of one full training, > 0 and ascending
     worlds: tuple[int, int]  # first world, ≥ 100, and number of worlds of the reported results
     tuning_worlds: tuple[int, int] = (0, 5)  # the same for choosing settings by validation quality; all < 100
+    candidates: tuple[Arm, ...] = ()  # the chosen arm and those it was chosen from on the tuning worlds, if any
     claims: tuple[Claim, ...] = ()
     min_worlds: int = 8  # number of paired worlds below which a verdict is refused, ≥ 2
     metric: Literal["test_quality", "test_loss"] = "test_quality"  # field of `Point` that the claims are about
@@ -72,6 +73,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"study {self.name!r}: {message}")
         check_worlds(self.worlds, tuning=False)
         check_worlds(self.tuning_worlds, tuning=True)
+        if self.candidates and self.candidates[0] not in self.arms:
+            raise ConfigError(f"study {self.name!r}: the first of the candidates must be one of the arms")
         for claim in self.claims:
             self.arm(claim.arm)
             self.arm(claim.against)
@@ -91,6 +94,10 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if not is_valid:
                 raise ConfigError(f"study {self.name!r}: {claim} {message}")
+
+    def for_tuning(self) -> Study:
+        """Return the study of the candidates, or of all arms if there are none. It has no claims."""
+        return msgspec.structs.replace(self, arms=self.candidates or self.arms, candidates=(), claims=())
 
     def arm(self, name: str) -> Arm:
         """Return the arm of this name. Raise UnknownNameError if there is none."""

@@ -100,18 +100,18 @@ def as_markdown(summary: Summary) -> str:
     for task, verdicts in groupby(summary.verdicts, key=lambda verdict: verdict.task):
         shown = [markdown_table(table) for table in _verdict_tables(summary.metric, list(verdicts))]
         parts += [f"**{task}**", *shown]
-    parts.append("## Tables")
+    return "\n\n".join([*parts, "## Tables", *folded_tables(summary)])
+
+
+def folded_tables(summary: Summary) -> Iterator[str]:
+    """Yield all tables, folded by task, as paragraphs of Markdown."""
     by_task: dict[str, list[tuple[str, list[Cells]]]] = {}
     for title, rows in tables(summary):
         by_task.setdefault(title.partition(",")[0], []).append((title, rows))
     for task, group in by_task.items():
-        heading = f"<summary>{task}: {METRICS[summary.metric]}, compute and parameters of every arm</summary>"
-        parts += [
-            f"<details>{heading}",
-            *(f"{title}:\n\n{markdown_table(rows)}" for title, rows in group),
-            "</details>",
-        ]
-    return "\n\n".join(parts)
+        yield f"<details><summary>{task}: {METRICS[summary.metric]}, compute and parameters of every arm</summary>"
+        yield from (f"{title}:\n\n{markdown_table(rows)}" for title, rows in group)
+        yield "</details>"
 
 
 def _verdict_tables(metric: str, verdicts: list[Verdict]) -> Iterator[list[Cells]]:

@@ -21,6 +21,8 @@ from esper.studies.contract import Point, Study
 
 SAVED = Path("studies")
 """Directory of saved and unfinished studies, in the repository root."""
+TUNING = SAVED / "tuning"
+"""Directory of the results on tuning worlds that chose the settings of studies."""
 RESULTS = "results.jsonl"
 LARGEST_FILE = 1 << 30
 """Size limit of a results file in bytes."""
@@ -48,7 +50,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedStudy(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `studies/NAME.json`."""
+    """Content of `studies/NAME.json` and `studies/tuning/NAME.json`."""
 
     command: str
     study: Study
@@ -96,8 +98,8 @@ def study_results(study: Study, directory: Path, *, with_saved: bool) -> list[Jo
 
     `with_saved` includes those of the saved study, which a repetition of the study must not use.
     """
-    path = SAVED / f"{study.name}.json"
-    saved = read_saved(path).records if with_saved and path.exists() else []
+    paths = [folder / f"{study.name}.json" for folder in (SAVED, TUNING)] if with_saved else []
+    saved = [record for path in paths if path.exists() for record in read_saved(path).records]
     return [*saved, *read_results(SAVED, unfinished(study).name), *read_results(directory)]
 
 

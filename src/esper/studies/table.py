@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,6 +33,28 @@ def _planted(name: str, birth: str, start: int, ramp: int = 0, **situation: Any)
 
 def _placed(name: str, **settings: Any) -> Arm:
     return Arm(name=name, kind="placed", settings={**WEAK, "start": 4, **settings})
+
+
+def _candidates(arm: Arm, **choices: Sequence[Any]) -> tuple[Arm, ...]:
+    """Return an arm, then arms that differ from it in one setting each, named for it, such as `start_16`."""
+    others = [(setting, value) for setting, values in choices.items() for value in values]
+    return (
+        arm,
+        *(
+            Arm(name=f"{setting}_{value}".replace(".", "_"), kind=arm.kind, settings={**arm.settings, setting: value})
+            for setting, value in others
+        ),
+    )
+
+
+def _chosen(arm: Arm) -> tuple[Arm, ...]:
+    """Return the structure that an arm chooses in each world from step 0, and the host alone for as many steps."""
+    settings = {"choice": arm.kind, **arm.settings}
+    return (
+        Arm(name="same_structure", kind="chosen", settings={**settings, "equal": "compute"}),
+        Arm(name="equal_steps", kind="chosen", settings={**settings, "equal": "steps"}),
+        Arm(name="no_growth", kind="chosen", settings={**settings, **HOST_ONLY, "equal": "steps"}),
+    )
 
 
 def _static(name: str, **settings: Any) -> Arm:
@@ -71,11 +94,12 @@ _SEARCHES = (
 )
 _TRAINED = 250
 """Epochs that a model was trained for before a study of trained models begins."""
+_TRAINED_GROWN = _planted("grown", "open", 0, slots=1, pretrain=_TRAINED)
 _TRAINED_ARMS = (
     _static("restart", **FULL, slots=1),
     *_larger_hosts(seeds=1),
     _static("continued", pretrain=_TRAINED),
-    _planted("grown", "open", 0, slots=1, pretrain=_TRAINED),
+    _TRAINED_GROWN,
     # `restart` has as many new steps as `grown`; these have as many in all
     _static("equal_steps", **FULL, slots=1, epochs=[_TRAINED + 46, _TRAINED + 93]),
     _static("no_growth", **HOST_ONLY, pretrain=_TRAINED, epochs=[46, 93]),
@@ -99,6 +123,13 @@ _CHEAPER_SEARCH_CLAIMS = tuple(
     for other in ("random_search", "successive_halving")
 )
 
+_OPEN = _planted("open_birth", "open", 8)
+_CHANGED = _planted("grown", "open", 20, change=20)
+_FEW = _planted("grown", "open", 8, samples=1000)
+_MENDED = _placed("grown", trial=2)
+_BUDGETED = _planted("grown", "open", 4)
+_DEEPENED = _planted("grown", "open", 50)
+
 _ROWS = (
     Study(
         name="open_birth",
@@ -109,11 +140,12 @@ _ROWS = (
             *_equal_steps(14, 17, 25, 33),
             *_larger_hosts(),
             _planted("isolated_birth", "isolated", 1),
-            _planted("open_birth", "open", 8),
+            _OPEN,
             _planted("open_birth_late", "open", 16),
             _planted("open_birth_ramped", "open", 8, ramp=8),
             _planted("ramp_from_start", "open", 0, ramp=16),
         ),
+        candidates=_candidates(_OPEN, start=(4, 16), open_ramp=(8,)),
         budgets=(0.1, 0.2, 0.4, 0.6),
         worlds=(100, 16),
         claims=(
@@ -135,6 +167,7 @@ _ROWS = (
         question="I do not know which structure I need: does a host that tries seeds on copies of itself find it?",
         task=("search_fashion", "search_cifar"),
         arms=_SEARCHES,
+        candidates=_candidates(_AUDITION, keep=(0.4, 0.8), trial=(0.0125, 0.05)),
         budgets=(1.0, 2.0, 4.0),
         worlds=(200, 16),
         claims=(*_SEARCH_CLAIMS, *_CHEAPER_SEARCH_CLAIMS),
@@ -144,10 +177,16 @@ _ROWS = (
         name="search_or_enlarge",
         question="I have a limit on the size of the network: is a search for seeds better than a wider or deeper host?",
         task=("search_fashion", "search_cifar"),
-        arms=(*_larger_hosts(**LIMIT), _AUDITION),
+        arms=(*_larger_hosts(**LIMIT), _AUDITION, *_chosen(_AUDITION), _static("small_host", **HOST_ONLY, **LIMIT)),
         budgets=(1.0, 2.0, 4.0),
         worlds=(200, 8),
-        claims=tuple(Claim(arm="audition", against=against) for against in ("wider_host", "deeper_host")),
+        claims=(
+            *(
+                Claim(arm="audition", against=against)
+                for against in ("wider_host", "deeper_host", "same_structure", "small_host")
+            ),
+            *(Claim(arm="audition", against=against, at="equal steps") for against in ("equal_steps", "no_growth")),
+        ),
         min_worlds=8,
     ),
     Study(
@@ -169,8 +208,9 @@ _ROWS = (
             *_equal_steps(41, 49, 61, change=20),
             _static("restart", **FULL),  # the full structure, trained on all classes from its step 0
             *_larger_hosts(change=20, deeper=HOST_ONLY),
-            _planted("grown", "open", 20, change=20),
+            _CHANGED,
         ),
+        candidates=_candidates(_CHANGED, start=(16, 24)),
         budgets=(0.5, 0.7, 1.0),
         worlds=(100, 8),
         claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS, Claim(arm="grown", against="restart"), *_STEPS_CLAIMS),
@@ -184,8 +224,9 @@ _ROWS = (
             *_references(samples=1000),
             *_equal_steps(17, 25, 41, samples=1000),
             *_larger_hosts(samples=1000, deeper=HOST_ONLY),
-            _planted("grown", "open", 8, samples=1000),
+            _FEW,
         ),
+        candidates=_candidates(_FEW, start=(4, 16, 24)),
         budgets=(0.2, 0.4, 0.8),
         worlds=(100, 8),
         claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS, *_STEPS_CLAIMS),
@@ -200,13 +241,27 @@ _ROWS = (
             _static("small_host", **WEAK),
             _static("from_start", **FULL, **WEAK),
             *(_placed(f"slot_{slot}", slot=slot) for slot in range(3)),
-            _placed("grown", trial=2),
+            _MENDED,
+            *_chosen(_MENDED),
         ),
+        candidates=_candidates(_MENDED, start=(2, 8), trial=(1, 4)),
         budgets=(0.2, 0.4),
         worlds=(100, 8),
-        claims=tuple(
-            Claim(arm="grown", against=against)
-            for against in ("small_host", "from_start", "wider_host", "deeper_host", "slot_0", "slot_1", "slot_2")
+        claims=(
+            *(
+                Claim(arm="grown", against=against)
+                for against in (
+                    "small_host",
+                    "from_start",
+                    "wider_host",
+                    "deeper_host",
+                    "slot_0",
+                    "slot_1",
+                    "slot_2",
+                    "same_structure",
+                )
+            ),
+            *_STEPS_CLAIMS,
         ),
         min_worlds=8,
     ),
@@ -215,6 +270,7 @@ _ROWS = (
         question="I have a trained model that no longer improves: is it cheaper to grow it than to train a larger one?",
         task=("moby_deep", "sotu_deep"),
         arms=_TRAINED_ARMS,
+        candidates=_candidates(_TRAINED_GROWN, slots=(2, 3)),
         budgets=(0.25, 0.5),
         worlds=(100, 8),
         metric="test_loss",
@@ -246,8 +302,9 @@ _ROWS = (
             *_references(),
             *_equal_steps(6, 8, 10, 13, 21),
             *_larger_hosts(),
-            _planted("grown", "open", 4),
+            _BUDGETED,
         ),
+        candidates=_candidates(_BUDGETED, start=(2, 8)),
         budgets=(0.025, 0.05, 0.1, 0.2, 0.4),
         worlds=(100, 8),
         claims=(
@@ -269,8 +326,9 @@ _ROWS = (
             *_references(),
             *_equal_steps(61, 72, 97),
             *_larger_hosts(),
-            _planted("grown", "open", 50),
+            _DEEPENED,
         ),
+        candidates=_candidates(_DEEPENED, start=(25, 75)),
         budgets=(0.25, 0.5, 1.0),
         worlds=(100, 8),
         metric="test_loss",

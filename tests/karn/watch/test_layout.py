@@ -36,7 +36,8 @@ def looked_at(path, size, look, *, until=lambda value: True):
 def is_arranged(app, size):
     """Return whether the app has arranged its widgets for `size` and filled its tables."""
     filled = all(app.query_one(f"#{name}", DataTable).row_count for name in ("envs", "slots"))
-    return filled and app.screen.has_class("wide") == (size[0] >= 200) and app.screen.has_class("tall") == (size[1] >= 34)
+    classes = (app.screen.has_class("wide"), app.screen.has_class("tall"))
+    return filled and classes == (size[0] >= 200, size[1] >= 34)
 
 
 @pytest.fixture(scope="module")
