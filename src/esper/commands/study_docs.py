@@ -104,9 +104,10 @@ def tuning_parts(name: str) -> Iterator[str]:
         saved = read_saved(path)
         first, count = saved.study.tuning_worlds
         yield "## Tuning"
+        last = first + count - 1
         yield (
             f"`{saved.study.arms[0].name}` and arms that differ from it in the one setting that their name states. "
-            f"Validation quality in the tuning worlds {first} to {first + count - 1}, which the results above do not use; "
+            f"Validation quality in the tuning worlds {first} to {last}, which the results above do not use; "
             "the intervals are not corrected for the number of arms."
         )
         yield from folded_tables(summarize(saved.study, points_of(saved.records), "val_quality"))
