@@ -11,7 +11,8 @@ from torch import nn
 from benchmarks.hosts import plant
 from benchmarks.measure import timed
 from esper.kasmina.harden import harden
-from esper.tolaria.engine import Engine, build_optimizer
+from esper.tolaria.engine import Engine
+from esper.tolaria.host_building import build_optimizer
 from esper.tolaria.tasks import Task
 
 

@@ -23,7 +23,8 @@ from benchmarks.measure import add_output_options, make_parser, median_ratio, pr
 from esper.kasmina.graft import graft
 from esper.kasmina.harden import harden
 from esper.tolaria.coalitions import evaluate
-from esper.tolaria.engine import Engine, HostNetwork, build_optimizer, score
+from esper.tolaria.engine import Engine, HostNetwork, score
+from esper.tolaria.host_building import build_optimizer
 from esper.tolaria.tasks import Task
 
 

@@ -62,7 +62,7 @@ def runs(tmp_path_factory):
             engine = grown(host)
             GrownHost.of(engine, 0, utility=0.25, round=3).save(run.path / BEST_HOST)
         network, x = engine.networks[0], engine.data.val.x.contiguous()
-        with network.average.applied(), torch.no_grad():
+        with network.final(), torch.no_grad():
             expected = network.body.eval()(x).contiguous()
         save_file({"x": x, "expected": expected}, root / "example.safetensors")
         paths[host] = run.path
@@ -129,7 +129,7 @@ ALL = dict.fromkeys(TASKS, tuple(FORMATS))
 
 
 @pytest.mark.parametrize("formats", [QUICK, pytest.param(ALL, marks=pytest.mark.slow)], ids=["quick", "all"])
-def test_every_format_loads_without_esper_and_matches_the_averaged_body(runs, formats):
+def test_every_format_loads_without_esper_and_matches_the_final_body(runs, formats):
     for host in formats:
         for format in formats[host]:
             run_export(runs[host], format, out=None, force=True)

@@ -18,10 +18,11 @@ from tests.support.example_studies import evaluation, example_study, settings_st
 
 EXAMPLE = ["docs/studies/example-rescue.svg", "docs/studies/example.md"]
 POLICIES = ["docs/studies/policy-heal.svg", "docs/studies/policy.md"]
+SETTINGS = ["docs/studies/settings.svg", "docs/studies/settings.md"]
 EVERYTHING = [
     *EXAMPLE,
     "docs/studies/stability.md",
-    "docs/studies/settings.md",
+    *SETTINGS,
     *POLICIES,
     "docs/studies/simulator_fit.md",
 ]
@@ -81,6 +82,7 @@ def test_pages_have_their_tables_and_charts():
     assert pages["example"].endswith(f"\n\nCommand: `esper study example`\n{END}\n")
     assert "| example | rescue | better | 1 | avx2 | 2 | 40.5 | by world: +0.0, +0.0 | 40.4 |" in pages["stability"]
     assert "| first | +0.2000 ± 0.1000 | +0.2000 | – |\n\n**Unfinished: 1 of 4 trainings.**" in pages["settings"]
+    assert "![mean U of the training episodes](settings.svg)" in pages["settings"]
     assert "Command: `esper study settings --save`" in pages["settings"]
     assert "### `heal`: 2 held-out worlds of `heal`" in pages["policy"]
     assert "![mean return by round](policy-heal.svg)" in pages["policy"]
@@ -113,7 +115,7 @@ def test_page_shows_validation_quality_of_saved_tuning_and_no_test_quality():
     ("name", "files"),
     [
         ("example", [*EXAMPLE, "docs/studies/stability.md"]),
-        ("settings", ["docs/studies/settings.md"]),
+        ("settings", SETTINGS),
         ("heal", POLICIES),
         ("triage", ["docs/studies/simulator_fit.md"]),
     ],

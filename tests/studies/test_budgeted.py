@@ -46,6 +46,29 @@ def test_planted_network_stays_within_every_budget():
     assert points[-1].structure == full_structure(SMALL)
 
 
+@pytest.mark.parametrize("budget", [0.05, 0.1, 0.15, 0.2, 0.25])
+def test_seed_is_not_planted_if_its_epochs_exceed_the_budget(budget):
+    """A seed multiplies the cost of an epoch, so planting it late in a small budget would exceed the budget."""
+    unit = full_training_macs(SMALL)
+    grown = session(rules=Rules(birth="open"))
+    small, large = grown.run(Schedule(["mlp"], start=2), [budget, 1.0])
+    assert small.train_macs <= budget * unit
+    assert len(small.structure) < len(large.structure) == len(full_structure(SMALL))
+    (alone,) = session(rules=Rules(birth="open")).run(Schedule(["mlp"], start=2), [1.0])
+    assert replace_seconds(large) == replace_seconds(alone)
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.7])
+def test_ramp_as_a_share_of_each_budget_is_that_ramp_alone(budget, monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
+    common = {"structure": "full", "birth": "open", "start": 0}
+    shared = Arm(name="shared", kind="planted", settings={**common, "ramp_share": 0.5})
+    fixed = Arm(name="fixed", kind="planted", settings={**common, "open_ramp": round(5 * budget)})
+    points = trainer_of(shared)(shared, "digits", 0, [0.3, 0.7])
+    (expected,) = trainer_of(fixed)(fixed, "digits", 0, [budget])
+    assert replace_seconds(expected) in map(replace_seconds, points)
+
+
 def test_branches_leave_the_trunk_unchanged():
     alone = session(structure=full_structure(SMALL)).run(Wait(), [1.0])
     branched = session(structure=full_structure(SMALL)).run(Wait(), [0.3, 0.6, 1.0])
@@ -310,10 +333,12 @@ def epochs_in_all(arm):
 )
 def test_arms_of_equal_steps_have_the_epochs_of_the_grown_arm_in_saved_results(study):
     """Pairs at equal steps are points with the same number of epochs: other epochs in the table would leave none."""
-    saved = read_saved(ROOT / "studies" / f"{study.name}.json")
-    (grown,) = {claim.arm for claim in study.claims if claim.against == "equal_steps"}
-    epochs = {tuple(point.epochs for point in record.points) for record in saved.records if record.arm == grown}
-    assert epochs == {epochs_in_all(study.arm(name)) for name in ("equal_steps", "no_growth")}
+    records = read_saved(ROOT / "studies" / f"{study.name}.json").records
+    claims = [claim for claim in study.claims if "epochs" in study.arm(claim.against).settings]
+    assert claims
+    for claim in claims:
+        epochs = {tuple(point.epochs for point in record.points) for record in records if record.arm == claim.arm}
+        assert epochs == {epochs_in_all(study.arm(claim.against))}
 
 
 def test_host_within_the_limit_trains_for_the_whole_budget_of_a_search(monkeypatch):

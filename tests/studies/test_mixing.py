@@ -58,6 +58,18 @@ def test_summary_compares_planted_structures_with_the_same_one_from_step_0(metri
     assert mixing.observed == 38
 
 
+def test_arm_of_equal_steps_in_the_same_situation_is_preferred():
+    arms = (
+        Arm(name="from_start", kind="static", settings={"structure": "full", "change": 3}),
+        Arm(name="equal_steps", kind="static", settings={"structure": "full", "change": 3, "epochs": [2]}),
+        Arm(name="restart", kind="static", settings={"structure": "full", "epochs": [2]}),
+        Arm(name="planted", kind="planted", settings={"structure": "full", "change": 3, "start": 1}),
+    )
+    study = example_study(arms=arms, budgets=(0.5,), claims=())
+    results = {("rescue", arm.name, world): (point(0.5, 0.5),) for arm in arms for world in (100, 101)}
+    assert [m.against for m in summarize(study, results, "test_quality").mixing] == ["equal_steps"]
+
+
 def test_tables_show_mixing_times_and_what_was_not_reached():
     study, results = study_and_results()
     assert "planted  from_start      37" in as_text(summarize(study, results, "test_quality")).splitlines()

@@ -1,15 +1,28 @@
 """Studies of settings: which trainings count, the ranking, and one training."""
 
+import msgspec
+import numpy as np
 import pytest
 
-from esper.leyline.errors import UnknownNameError
+from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.simic.training.config import load_config
 from esper.studies.results import append_result
-from esper.studies.simulated_policies import Training, current_trainings, ranking, ranking_title, train_arm
+from esper.studies.simulated_policies import (
+    ROUNDS_SHOWN,
+    Training,
+    current_trainings,
+    learning_curves,
+    ranking,
+    ranking_title,
+    seed_rows,
+    train_arm,
+)
+from esper.studies.simulated_references import CONTROLLERS, reference_utility
 from esper.studies.table import SETTINGS_STUDIES
 from tests.support.example_studies import settings_study, trained_arm
 
 STUDY = settings_study()
+REFERRED = msgspec.structs.replace(STUDY, references=("informed_planner",), first_worlds=2)
 
 
 @pytest.fixture
@@ -75,3 +88,63 @@ def test_training_depends_on_its_seed_only():
 def test_settings_of_every_arm_are_valid(study):
     for settings in study.arms.values():
         load_config(preset="sim", sets=list(settings))
+
+
+def test_references_are_played_once_before_the_trainings():
+    assert REFERRED.jobs()[:3] == [("informed_planner", 0), ("first", 0), ("better", 0)]
+    assert REFERRED.jobs(["better"]) == [("better", 0), ("better", 1)]
+    played = train_arm(REFERRED, Training("informed_planner", 0))
+    utility = reference_utility("informed_planner", load_config(preset="sim"), range(10, 13))
+    assert played.utility == utility.round(6).tolist()
+    assert (played.settings, played.curve) == ((), [])
+
+
+def test_unknown_references_and_too_many_first_worlds_are_refused():
+    with pytest.raises(
+        UnknownNameError, match=r"no reference of study 'settings' named 'oracel'\. Did you mean 'oracle'"
+    ):
+        msgspec.structs.replace(STUDY, references=("oracel",))
+    with pytest.raises(ConfigError, match="first_worlds must lie between 0 and 3, got 4"):
+        msgspec.structs.replace(STUDY, first_worlds=4)
+
+
+def test_each_training_seed_is_compared_with_the_reference(finished):
+    reference = trained_arm("informed_planner", 0, [0.0, 0.01, 0.04])
+    trainings = {Training("informed_planner", 0): reference, **finished}
+    assert ranking(REFERRED, trainings)[-1] == ("informed_planner", "+0.0167 ± 0.0200", "–", "–")
+    assert seed_rows(REFERRED, trainings)[:2] == [
+        (
+            "arm", "training seed", "U in 3 worlds", "against informed_planner in 3 worlds",
+            "U in 2 worlds", "against informed_planner in 2 worlds",
+        ),
+        (
+            "first", "0", "+0.0200 ± 0.0100", "+0.0033 [−0.0100, +0.0100]",
+            "+0.0150 ± 0.0050", "+0.0100 [+0.0100, +0.0100]",
+        ),
+    ]  # fmt: skip
+    assert len(seed_rows(REFERRED, trainings)) == 4
+    assert seed_rows(REFERRED, finished) == []
+    assert seed_rows(STUDY, trainings) == []
+
+
+def test_learning_curves_have_the_mean_and_the_range_of_the_training_seeds():
+    rounds = 2 * ROUNDS_SHOWN
+    trainings = {
+        Training("first", 0): trained_arm("first", 0, [0.0], curve=[0.0] * rounds),
+        Training("first", 1): trained_arm("first", 1, [0.0], curve=[1.0, 3.0] * ROUNDS_SHOWN),
+        Training("better", 0): trained_arm("better", 0, [0.0], curve=[0.1, 0.2]),
+    }
+    curves = learning_curves(STUDY, trainings)
+    assert curves["better"] == [(50.0, 0.1, 0.1, 0.1), (100.0, 0.2, 0.2, 0.2)]
+    assert len(curves["first"]) == ROUNDS_SHOWN
+    assert curves["first"][-1] == (100.0, 1.0, 0.0, 2.0)
+
+
+def test_knowledge_of_the_world_helps_on_the_simulator():
+    assert {"best_schedule", "replacing_planner", "oracle"} < set(CONTROLLERS)
+    config = load_config(preset="sim")
+    uninformed, informed = (
+        np.mean(reference_utility(name, config, range(10_000, 10_128)))
+        for name in ("uninformed_planner", "informed_planner")
+    )
+    assert uninformed < informed

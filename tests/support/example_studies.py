@@ -69,7 +69,8 @@ def settings_study():
 
 
 def trained_arm(arm, seed, utility, **changes):
-    fields = {"settings": settings_study().arms[arm], "seconds": 8.0, "first_world": 10, "curve": [0.0]}
+    settings = settings_study().arms.get(arm, ())
+    fields = {"settings": settings, "seconds": 8.0, "first_world": 10, "curve": [0.0]}
     return TrainedArm(arm=arm, seed=seed, utility=utility, **fields | changes)
 
 

@@ -529,8 +529,8 @@ def test_main_configuration_keeps_its_statistics():
 @pytest.mark.parametrize("world", [0, 1])
 def test_moved_statistics_are_accurate_where_stale_ones_are_not(world: int):
     """Compare with the network without the seed after updating its BatchNorm statistics on some batches."""
-    from esper.tolaria.engine import build_body
     from esper.tolaria.growing_network import WeightAverage
+    from esper.tolaria.host_building import build_body
     from esper.tolaria.tasks import get_task, per_sample_correct
 
     task = get_task("fashion")

@@ -27,6 +27,7 @@ from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import Schedule, Wait, wait_everywhere
 from esper.tolaria.engine import Engine, score, train_batch_loss
 from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.growing_network import norm_statistics
 from esper.tolaria.host_costs import takes_of
 from esper.tolaria.tasks import Task, get_task, per_sample_correct, per_sample_loss
 from tests.support.rules import ISOLATED
@@ -230,10 +231,24 @@ def test_test_scores_match_the_current_network():
         network.body.train()
         accuracy, loss = network.test(test)
         assert all(m.training for m in network.body.modules())
-        with network.average.applied(), torch.no_grad():
+        with network.final(), torch.no_grad():
             output = network.body.eval()(test.x)
         assert accuracy == pytest.approx(per_sample_correct(output, test.y).mean().item(), abs=1e-6)
         assert loss == pytest.approx(per_sample_loss(output, test.y).mean().item(), rel=1e-4)
+
+
+def test_test_scores_do_not_depend_on_the_averaged_statistics_of_norms():
+    """These can be far from the averaged weights for epochs after the activations of a layer changed suddenly."""
+    engine = run(images(), [0], 6)
+    network, test = engine.networks[0], engine.data.test
+    statistics = norm_statistics(network.body)
+    assert statistics
+    expected = network.test(test)
+    for live in statistics:
+        network.average.by_tensor()[live].mul_(1000.0)
+    wrong = [network.average.by_tensor()[live].clone() for live in statistics]
+    assert network.test(test) == expected
+    assert all(torch.equal(network.average.by_tensor()[t], w) for t, w in zip(statistics, wrong, strict=True))
 
 
 def test_illegal_action_changes_nothing_and_is_reported():

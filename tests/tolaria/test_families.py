@@ -14,8 +14,9 @@ import esper
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.hosts import CNNHost, MLPHost
 from esper.leyline.errors import ConfigError, EsperError, GraftError, UnknownNameError
-from esper.tolaria.engine import Engine, build_body
+from esper.tolaria.engine import Engine
 from esper.tolaria.families import FAMILIES, Family, get_family, read_family, world_task
+from esper.tolaria.host_building import build_body
 
 VARIED = ("width", "blocks", "impairment", "impaired", "slots", "samples", "label_noise", "epochs", "batch")
 

@@ -8,7 +8,8 @@ import torch
 from esper.kasmina.blueprints import blueprints_for
 from esper.leyline.actions import Operator
 from esper.leyline.stages import SeedStage
-from esper.tolaria.engine import build_body, build_optimizer, train_batch_loss
+from esper.tolaria.engine import train_batch_loss
+from esper.tolaria.host_building import build_body, build_optimizer
 from esper.tolaria.tasks import get_task
 
 PLACES = [

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from esper.leyline.errors import ConfigError
-from esper.tolaria.growing_network import WeightAverage, norm_statistics
+from esper.tolaria.growing_network import WeightAverage, estimated_statistics, norm_statistics
 
 
 def make_module() -> nn.Sequential:
@@ -124,3 +124,34 @@ def test_statistics_of_a_frozen_norm_stay():
 def test_decay_outside_its_range_is_rejected(decay):
     with pytest.raises(ConfigError, match="decay of the weight average"):
         WeightAverage(nn.Linear(1, 1), decay)
+
+
+def test_estimated_statistics_are_those_of_the_inputs_and_leave_no_trace():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2), nn.BatchNorm1d(2))
+    frozen = module[4].eval()  # the user froze this norm: its statistics stay
+    x = torch.randn(32, 3)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    modes = [m.training for m in module.modules()]
+
+    with estimated_statistics(module, x):
+        hidden = module[0](x)
+        assert torch.allclose(module[1].running_mean, hidden.mean(0))
+        assert torch.allclose(module[1].running_var, hidden.var(0))
+        assert torch.equal(frozen.running_mean, before["4.running_mean"])
+        assert not any(m.training for m in module.modules())
+        estimated = module(x)
+
+    after = module.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert [m.training for m in module.modules()] == modes
+    assert module[1].momentum == 0.1
+    expected = module[4](module[3]((hidden - hidden.mean(0)) / (hidden.var(0) + module[1].eps).sqrt()))
+    assert torch.allclose(estimated, expected, atol=1e-5)
+
+
+def test_statistics_are_restored_after_an_error():
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="no"), estimated_statistics(module, torch.randn(8, 2)):
+        raise ValueError("no")
+    assert torch.equal(module[0].running_mean, torch.zeros(2))
+    assert module.training

@@ -11,8 +11,8 @@ from rich.text import Text
 from esper.commands import plainly
 from esper.kasmina.blueprints import blueprints_for, cost
 from esper.kasmina.blueprints.registry import FeatureSpec, Layout
-from esper.tolaria.engine import build_body
 from esper.tolaria.families import FAMILIES, world_task
+from esper.tolaria.host_building import build_body
 from esper.tolaria.tasks import TASKS
 
 EXAMPLES = {

@@ -36,6 +36,7 @@ from esper.studies.simulated_policies import (
     current_trainings,
     ranking,
     ranking_title,
+    seed_rows,
     train_arm,
 )
 from esper.studies.statistics import summarize
@@ -119,6 +120,9 @@ def run_settings_study(
     trainings = current_trainings(study, directory, with_saved=with_saved)
     finished = {job: one for job, one in trainings.items() if job in jobs}
     print(f"{ranking_title(study)}\n{text_table(ranking(study, finished))}")
+    by_seed = seed_rows(study, finished)
+    if by_seed:
+        print(f"Every training seed\n{text_table(by_seed)}")
     check_complete(study, len(jobs), len(finished), save=save)
     if save:
         lines = [msgspec.json.encode(one) + b"\n" for one in finished.values()]

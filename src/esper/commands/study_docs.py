@@ -6,7 +6,7 @@ A section "What it shows" above the first marker must say the result of a study 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,16 @@ from esper.studies.policy_tables import RETURNS, gains_of_plans, policy_tables, 
 from esper.studies.rendering import as_markdown, folded_tables, markdown_table
 from esper.studies.repetitions import REPEATED, repetition_tables
 from esper.studies.results import SAVED, TUNING, points_of, read_saved
-from esper.studies.simulated_policies import SAVED_POLICIES, current_trainings, ranking, ranking_title
+from esper.studies.simulated_policies import (
+    SAVED_POLICIES,
+    CurvePoint,
+    SettingsStudy,
+    current_trainings,
+    learning_curves,
+    ranking,
+    ranking_title,
+    seed_rows,
+)
 from esper.studies.statistics import summarize
 from esper.studies.table import SETTINGS_STUDIES, STUDIES
 
@@ -122,15 +131,30 @@ def repetition_files() -> Iterator[Generated]:
 
 
 def settings_files() -> Iterator[Generated]:
-    """Yield the page of each study of settings that has saved results."""
+    """Yield the page and the learning curves of each study of settings that has saved results."""
     for study in SETTINGS_STUDIES.values():
         if study.saved.exists():
             finished = current_trainings(study)
             jobs = len(study.jobs())
             missing = "" if len(finished) == jobs else f"\n\n**Unfinished: {len(finished)} of {jobs} trainings.**"
-            table = f"{ranking_title(study)}:\n\n{markdown_table(ranking(study, finished))}"
-            command = f"Command: `esper study {study.name} --save`"
-            yield page(study.name, f"{table}{missing}\n\n{command}", [study.name], study.question)
+            parts = [f"{ranking_title(study)}:", markdown_table(ranking(study, finished)) + missing]
+            by_seed = seed_rows(study, finished)
+            if by_seed:
+                parts += ["Every training seed:", markdown_table(by_seed)]
+            curves = learning_curves(study, finished)
+            if curves:
+                chart = DOCS / f"{study.name}.svg"
+                yield Generated(chart, learning_chart(study, curves), frozenset([study.name]))
+                parts.append(f"![mean U of the training episodes]({chart.name})")
+            parts.append(f"Command: `esper study {study.name} --save`")
+            yield page(study.name, "\n\n".join(parts), [study.name], study.question)
+
+
+def learning_chart(study: SettingsStudy, curves: Mapping[str, list[CurvePoint]]) -> str:
+    """Return the learning curves of a study of settings as SVG."""
+    marks = {float(share): f"{share} %" for share in range(20, 101, 20)}
+    note = "training episodes played; lines are means of the training seeds, bands their lowest and highest"
+    return line_chart(f"{study.name}: mean U of the training episodes", curves, marks, "number", note)
 
 
 def policy_files() -> Iterator[Generated]:

@@ -109,7 +109,7 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
 
 
 def share_of_epochs(session: Session, epochs: int) -> float:
-    """Return the budget that pays for this many epochs of a session."""
+    """Return the smallest budget with this many epochs of a session."""
     # one multiply-add more: a budget is a fraction of the unit, and rounding it down would lose an epoch
     return (epochs * session.epoch_macs + 1) / session.unit
 
@@ -127,9 +127,19 @@ def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> 
     """Plant a structure during training, one seed per epoch, shallow slots first.
 
     Settings: `start` (epoch of the first seed), `structure`, `slots`, `birth`, `open_ramp` (epochs of the alpha ramp),
-    `pretrain`, `copied` (seeds start as copies of this block of the host), and those of `SITUATION`.
+    `ramp_share` (instead: the ramp as a share of the epochs that the full structure has within each budget, so that it
+    ends before the decay), `pretrain`, `copied` (seeds start as copies of this block of the host), and those of
+    `SITUATION`.
     """
     own = get_task(task)
+    if "ramp_share" in arm.settings:
+        share = arm.settings["ramp_share"]
+        others = {name: value for name, value in arm.settings.items() if name != "ramp_share"}
+        arms = [
+            msgspec.structs.replace(arm, settings={**others, "open_ramp": max(1, round(share * budget * own.epochs))})
+            for budget in budgets
+        ]
+        return [train_planted(one, task, world, [budget])[0] for one, budget in zip(arms, budgets, strict=True)]
     names = list(dict.fromkeys(structure_named(own, arm.settings.get("structure", "full")).values()))
     rules = Rules(**chosen(arm, ("birth", "open_ramp")))
     before = arm.settings.get("pretrain", 0)

@@ -5,7 +5,7 @@
 
 Budgets are multiples of one full training: `task.epochs` epochs of the full structure. A branch copies the trunk when
 the remaining budget equals the decay, lowers the learning rate linearly to 0 without growth, and is measured at its
-end. So every budget has its own decay, and no decay begins before the growth that the budget pays for has ended.
+end. So every budget has its own decay, and no decay begins before the growth within the budget has ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from esper.tolaria.tasks import Task, decay_factor
 Structure = dict[str, str]
 """Blueprint by slot."""
 WATCHED = 256
-"""Number of validation samples of the epochs whose quality nobody reads: the governor needs their loss."""
+"""Number of validation samples in epochs between two points. Only the governor uses their loss."""
 FULL = {"map": "conv_heavy", "sequence": "block", "vector": "mlp"}
 """Blueprint of the full structure by layout of the features."""
 
@@ -148,11 +148,23 @@ class Session:
             macs = int(budget * self.unit)
             if isinstance(controller, Wait):
                 self.engine.data = self.watched
-            while not self._decay_is_due(macs):
-                self._step(controller)
+            while not self._decay_is_due(macs) and self._step_within(controller, macs):
+                pass
             self.engine.data = self.data
             points.append(self.branch(budget, macs))
         return points
+
+    def _step_within(self, controller: Controller, macs: int) -> bool:
+        """Train the trunk for an epoch, unless it plants a seed after which no epoch of decay fits into `macs`.
+
+        In that case the trunk stays as it was, and the step is left to the next budget.
+        """
+        before = None if isinstance(controller, Wait) else self.copy().engine
+        self._step(controller)
+        if before is None or self.spent + self.epoch_macs <= macs:
+            return True
+        self.engine = before
+        return False
 
     def _step(self, controller: Controller) -> None:
         self.engine.networks[0].data = self.few_classes if self.epochs < self.change else self.data
@@ -173,10 +185,8 @@ class Session:
         begin = self.epochs
         fork.lr_factor = lambda step: decay_factor(step - begin, epochs, 1.0)
         fork.data = self.watched
-        for _ in rollout(fork, Wait(), epochs - 1):
+        for _ in rollout(fork, Wait(), epochs):
             pass
-        fork.data = self.data
-        next(rollout(fork, Wait(), 1))
         point = self._measure(fork, budget, started)
         self.branch_seconds += time.monotonic() - started
         return point
@@ -190,7 +200,7 @@ class Session:
         return Point(
             budget=budget,
             train_macs=int(table.train_macs[0]),
-            val_quality=float(table.quality[0]),
+            val_quality=network.test(self.data.val)[0],
             test_quality=accuracy,
             test_loss=loss,
             params=int(network_params(table, context.host_params)[0]),

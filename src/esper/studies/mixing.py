@@ -11,6 +11,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from esper.studies.arms import SITUATION
 from esper.studies.contract import Arm, Point, Study
 
 Curve: TypeAlias = Sequence[tuple[float, float]]
@@ -71,11 +72,15 @@ def mixing_times(
 
 
 def _from_start(study: Study, arm: Arm) -> str | None:
-    """Return the arm that trains the structure of a planting arm from step 0; None if there is none."""
+    """Return the arm that trains the structure of a planting arm from step 0, at equal steps if possible, or None."""
     if "start" not in arm.settings or "pretrain" in arm.settings:
         return None
-    same = {"structure": arm.settings.get("structure")}
-    return next((other.name for other in study.arms if other.kind == "static" and other.settings == same), None)
+    same = {name: value for name, value in arm.settings.items() if name in ("structure", *SITUATION)}
+    others = [
+        other for other in study.arms
+        if other.kind == "static" and {k: v for k, v in other.settings.items() if k != "epochs"} == same
+    ]  # fmt: skip
+    return max(others, key=lambda other: "epochs" in other.settings).name if others else None
 
 
 def _mean_curve(worlds: Sequence[Sequence[Point]], metric: str) -> Curve:

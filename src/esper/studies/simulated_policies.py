@@ -2,7 +2,7 @@
 
 A change of an arm's settings invalidates its finished trainings. Policies play by sampling, without the uniform share
 of exploration. Differences are paired by world, each world's U being the mean over training seeds; their bootstrap 95 %
-intervals are over worlds.
+intervals are over worlds. A reference is a controller that is played without training.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
-from esper.leyline.errors import unknown_name
+from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.paired import compare
 from esper.leyline.slot_table import Floats
 from esper.simic.evaluation.comparison import play
@@ -24,28 +24,48 @@ from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.vectorized import train_ppo_vectorized
 from esper.studies.rendering import Cells
 from esper.studies.results import RESULTS, read_lines
+from esper.studies.simulated_references import CONTROLLERS, reference_utility
 from esper.tamiyo.controllers.learned import Learned
 from esper.tamiyo.network import TamiyoNetwork
 
+CurvePoint: TypeAlias = tuple[float, float, float, float]
+ROUNDS_SHOWN = 34
+"""Largest number of points of a learning curve."""
 SAVED_POLICIES = Path("studies/policies")
 """Directory of the results of policies, in the repository root."""
 
 
 class Training(NamedTuple):
-    """One arm, by name, to train with one training seed."""
+    """One arm, by name, to train with one training seed; or a reference, whose seed is 0."""
 
     arm: str
     seed: int
 
 
 class SettingsStudy(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table of studies of settings. The first arm is the reference of the printed differences."""
+    """One row of the table of studies of settings. Printed differences are to the first reference, or the first arm."""
 
     name: str
     question: str  # what a user asks
     arms: dict[str, tuple[str, ...]]  # settings in addition to those of the preset `sim`, as for `esper train --set`
     seeds: tuple[int, ...]  # training seeds
     worlds: tuple[int, int]  # first world and number of worlds in which the policies play
+    references: tuple[str, ...] = ()  # controllers that play without training, of `CONTROLLERS`
+    first_worlds: int = 0  # each training seed is also shown in this many of the first worlds; 0: seeds have no table
+
+    def __post_init__(self) -> None:
+        for name in self.references:
+            if name not in CONTROLLERS:
+                raise unknown_name(f"reference of study {self.name!r}", name, CONTROLLERS)
+        if not 0 <= self.first_worlds <= self.worlds[1]:
+            raise ConfigError(
+                f"study {self.name!r}: first_worlds must lie between 0 and {self.worlds[1]}, got {self.first_worlds}"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of references and arms. Differences are to the first one."""
+        return (*self.references, *self.arms)
 
     @property
     def saved(self) -> Path:
@@ -55,13 +75,19 @@ class SettingsStudy(msgspec.Struct, frozen=True, kw_only=True):
     def jobs(self, arms: Sequence[str] = ()) -> list[Training]:
         """Return the trainings of these arms, or of all, seed by seed, so that a ranking is complete early."""
         for name in arms:
-            if name not in self.arms:
-                raise unknown_name(f"arm of study {self.name!r}", name, self.arms)
-        return [Training(arm, seed) for seed in self.seeds for arm in arms or self.arms]
+            if name not in self.names:
+                raise unknown_name(f"arm of study {self.name!r}", name, self.names)
+        chosen = arms or self.names
+        references = [Training(name, 0) for name in chosen if name in self.references]
+        return [*references, *(Training(arm, seed) for seed in self.seeds for arm in chosen if arm in self.arms)]
+
+    def settings(self, name: str) -> tuple[str, ...]:
+        """Return the settings of an arm; a reference has those of the preset."""
+        return self.arms.get(name, ())
 
 
 class TrainedArm(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished training."""
+    """A finished training, or what a reference reached."""
 
     arm: str
     settings: tuple[str, ...]
@@ -69,22 +95,27 @@ class TrainedArm(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     first_world: int
     utility: list[float]  # [W] in each world
-    curve: list[float]  # [rounds] mean U of the training episodes
+    curve: list[float]  # [rounds] mean U of the training episodes; empty for a reference
 
 
 def train_arm(study: SettingsStudy, job: Training) -> TrainedArm:
-    """Train one policy and play it."""
-    settings = study.arms[job.arm]
+    """Train one policy and play it, or play a reference."""
+    settings = study.settings(job.arm)
     config = load_config(preset="sim", sets=[*settings, f"seed={job.seed}"])
-    start = time.monotonic()
-    result = train_ppo_vectorized(config)
-    result.network.config = msgspec.structs.replace(result.network.config, epsilon=0.0)
     first, count = study.worlds
-    utility = played_utility(result.network, config, range(first, first + count))
-    seconds = round(time.monotonic() - start, 1)
+    worlds = range(first, first + count)
+    curve: list[float] = []
+    start = time.monotonic()
+    if job.arm in study.references:
+        utility = reference_utility(job.arm, config, worlds)
+    else:
+        result = train_ppo_vectorized(config)
+        curve = [round(float(r.utility.mean()), 6) for r in result.rounds]
+        result.network.config = msgspec.structs.replace(result.network.config, epsilon=0.0)
+        utility = played_utility(result.network, config, worlds)
     return TrainedArm(
-        arm=job.arm, settings=settings, seed=job.seed, seconds=seconds, first_world=first,
-        utility=utility.round(6).tolist(), curve=[round(float(r.utility.mean()), 6) for r in result.rounds],
+        arm=job.arm, settings=settings, seed=job.seed, seconds=round(time.monotonic() - start, 1), first_world=first,
+        utility=utility.round(6).tolist(), curve=curve,
     )  # fmt: skip
 
 
@@ -107,7 +138,7 @@ def current_trainings(
     trainings: dict[Training, TrainedArm] = {}
     for path in [*([study.saved] if with_saved else []), *([directory / RESULTS] if directory else [])]:
         for one in read_lines(path, TrainedArm):
-            has_present_settings = study.arms.get(one.arm) == one.settings and one.seed in study.seeds
+            has_present_settings = study.settings(one.arm) == one.settings
             if has_present_settings and study.worlds == (one.first_world, len(one.utility)):
                 trainings[Training(one.arm, one.seed)] = one
     return {job: trainings[job] for job in study.jobs() if job in trainings}
@@ -115,20 +146,71 @@ def current_trainings(
 
 def ranking(study: SettingsStudy, finished: Mapping[Training, TrainedArm]) -> list[Cells]:
     """Return a table of the arms that have results, header first, the highest U first."""
-    by_arm = {arm: [one for job, one in finished.items() if job.arm == arm] for arm in study.arms}
+    by_arm = {arm: [one for job, one in finished.items() if job.arm == arm] for arm in study.names}
     means = {arm: np.mean([one.utility for one in some], axis=0) for arm, some in by_arm.items() if some}
-    reference = next(iter(study.arms))
+    reference = study.names[0]
     rows: list[Cells] = []
     for arm, utility in sorted(means.items(), key=lambda item: -item[1].mean()):
-        own = compare(utility, 0 * utility)
-        seeds = ", ".join(f"{np.mean(one.utility):+.4f}" for one in by_arm[arm])
+        seeds = ", ".join(f"{np.mean(one.utility):+.4f}" for one in by_arm[arm]) if arm in study.arms else "–"
         against = "–"
         if arm != reference and reference in means:
-            difference = compare(utility, means[reference])
-            against = f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
-        figures = (f"{own.mean:+.4f} ± {(own.high - own.low) / 2:.4f}", seeds, against)
-        rows.append((arm, *(figure.replace("-", "−") for figure in figures)))
+            against = lead(utility, means[reference])
+        rows.append((arm, *with_minus(mean_and_half_width(utility), seeds, against)))
     return [("arm", "U", "of each training seed", f"against {reference}"), *rows]
+
+
+def seed_rows(study: SettingsStudy, finished: Mapping[Training, TrainedArm]) -> list[Cells]:
+    """Return a table of every training seed, header first: U and its lead over the reference, in the first worlds too.
+
+    It has no rows if the study shows no first worlds or its reference has not been played.
+    """
+    reference = next((one.utility for job, one in finished.items() if job.arm == study.names[0]), None)
+    if not study.first_worlds or reference is None:
+        return []
+    parts = (study.worlds[1], study.first_worlds)
+    titles = (f"{what} in {part} worlds" for part in parts for what in ("U", f"against {study.names[0]}"))
+    rows: list[Cells] = [("arm", "training seed", *titles)]
+    for job, one in finished.items():
+        if job.arm in study.arms:
+            own, other = np.array(one.utility), np.array(reference)
+            figures = [text for n in parts for text in (mean_and_half_width(own[:n]), lead(own[:n], other[:n]))]
+            rows.append((job.arm, str(job.seed), *with_minus(*figures)))
+    return rows
+
+
+def mean_and_half_width(utility: Floats) -> str:
+    """Return the mean over worlds and half the width of its 95 % interval."""
+    own = compare(utility, 0 * utility)
+    return f"{own.mean:+.4f} ± {(own.high - own.low) / 2:.4f}"
+
+
+def lead(utility: Floats, other: Floats) -> str:
+    """Return the mean paired difference with its 95 % interval."""
+    difference = compare(utility, other)
+    return f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
+
+
+def with_minus(*figures: str) -> Iterable[str]:
+    """Return figures with minus signs in place of hyphens."""
+    return (figure.replace("-", "−") for figure in figures)
+
+
+def learning_curves(study: SettingsStudy, finished: Mapping[Training, TrainedArm]) -> dict[str, list[CurvePoint]]:
+    """Return the learning curve of each arm: (episodes played in percent of all, mean, lowest, highest training seed).
+
+    Arms may have different numbers of rounds. Each point is the mean of up to `ROUNDS_SHOWN` equal parts of the rounds.
+    """
+    curves: dict[str, list[CurvePoint]] = {}
+    for arm in study.arms:
+        rounds = np.array([one.curve for job, one in finished.items() if job.arm == arm])  # [seeds, rounds]
+        if rounds.size:
+            parts = np.array_split(rounds, min(ROUNDS_SHOWN, rounds.shape[1]), axis=1)
+            means = [part.mean(axis=1) for part in parts]  # [seeds] each
+            curves[arm] = [
+                (100 * (i + 1) / len(means), float(m.mean()), float(m.min()), float(m.max()))
+                for i, m in enumerate(means)
+            ]
+    return curves
 
 
 def ranking_title(study: SettingsStudy) -> str:

@@ -17,8 +17,7 @@ from esper.studies.simulated_policies import SettingsStudy
 FULL = {"structure": "full"}
 """The largest blueprint in every slot of the task."""
 HOST_ONLY = {"structure": "none"}
-"""The host without seeds, which is also the default. Arms that state it have other hashes than those whose saved
-results were made with a limit of epochs."""
+"""The host without seeds."""
 LIMIT: dict[str, Any] = {"limit": 0.7}
 """Limit of multiply-adds per sample, as a share of the full structure's: 110,622 for `rescue`."""
 
@@ -26,8 +25,8 @@ WEAK: dict[str, Any] = {"weak": "kernel"}
 """One block of the host sees single pixels only; the world draws which one."""
 
 
-def _planted(name: str, birth: str, start: int, ramp: int = 0, **situation: Any) -> Arm:
-    settings = {**FULL, "birth": birth, "start": start, "open_ramp": ramp, **situation}
+def _planted(name: str, birth: str, start: int, ramp: int = 0, **further: Any) -> Arm:
+    settings = {**FULL, "birth": birth, "start": start, "open_ramp": ramp, **further}
     return Arm(name=name, kind="planted", settings=settings)
 
 
@@ -124,9 +123,9 @@ _CHEAPER_SEARCH_CLAIMS = tuple(
 )
 
 _OPEN = _planted("open_birth", "open", 8)
-_CHANGED = _planted("grown", "open", 20, change=20)
-_FEW = _planted("grown", "open", 8, samples=1000)
-_MENDED = _placed("grown", trial=2)
+_AT_THE_CHANGE = _planted("grown", "open", 20, change=20)
+_FEW_SAMPLES = _planted("grown", "open", 8, samples=1000)
+_PLACED_BY_TRIALS = _placed("grown", trial=2)
 _BUDGETED = _planted("grown", "open", 4)
 _DEEPENED = _planted("grown", "open", 50)
 
@@ -134,7 +133,7 @@ _ROWS = (
     Study(
         name="open_birth",
         question="Is it cheaper to add the structure I want during training than to train it from step 0?",
-        task=("rescue",),
+        task=("rescue", "search_cifar"),
         arms=(
             *_references(),
             *_equal_steps(14, 17, 25, 33),
@@ -143,7 +142,7 @@ _ROWS = (
             _OPEN,
             _planted("open_birth_late", "open", 16),
             _planted("open_birth_ramped", "open", 8, ramp=8),
-            _planted("ramp_from_start", "open", 0, ramp=16),
+            _planted("ramp_from_start", "open", 0, ramp_share=0.5),
         ),
         candidates=_candidates(_OPEN, start=(4, 16), open_ramp=(8,)),
         budgets=(0.1, 0.2, 0.4, 0.6),
@@ -152,6 +151,7 @@ _ROWS = (
             Claim(arm="open_birth", against="from_start"),
             Claim(arm="open_birth_late", against="from_start"),
             Claim(arm="ramp_from_start", against="from_start"),
+            Claim(arm="open_birth_ramped", against="open_birth"),
             Claim(arm="open_birth", against="small_host"),
             Claim(arm="open_birth", against="wider_host"),
             Claim(arm="open_birth", against="deeper_host"),
@@ -208,9 +208,9 @@ _ROWS = (
             *_equal_steps(41, 49, 61, change=20),
             _static("restart", **FULL),  # the full structure, trained on all classes from its step 0
             *_larger_hosts(change=20, deeper=HOST_ONLY),
-            _CHANGED,
+            _AT_THE_CHANGE,
         ),
-        candidates=_candidates(_CHANGED, start=(16, 24)),
+        candidates=_candidates(_AT_THE_CHANGE, start=(16, 24)),
         budgets=(0.5, 0.7, 1.0),
         worlds=(100, 8),
         claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS, Claim(arm="grown", against="restart"), *_STEPS_CLAIMS),
@@ -224,9 +224,9 @@ _ROWS = (
             *_references(samples=1000),
             *_equal_steps(17, 25, 41, samples=1000),
             *_larger_hosts(samples=1000, deeper=HOST_ONLY),
-            _FEW,
+            _FEW_SAMPLES,
         ),
-        candidates=_candidates(_FEW, start=(4, 16, 24)),
+        candidates=_candidates(_FEW_SAMPLES, start=(4, 16, 24)),
         budgets=(0.2, 0.4, 0.8),
         worlds=(100, 8),
         claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS, *_STEPS_CLAIMS),
@@ -241,10 +241,10 @@ _ROWS = (
             _static("small_host", **WEAK),
             _static("from_start", **FULL, **WEAK),
             *(_placed(f"slot_{slot}", slot=slot) for slot in range(3)),
-            _MENDED,
-            *_chosen(_MENDED),
+            _PLACED_BY_TRIALS,
+            *_chosen(_PLACED_BY_TRIALS),
         ),
-        candidates=_candidates(_MENDED, start=(2, 8), trial=(1, 4)),
+        candidates=_candidates(_PLACED_BY_TRIALS, start=(2, 8), trial=(1, 4)),
         budgets=(0.2, 0.4),
         worlds=(100, 8),
         claims=(
@@ -300,7 +300,7 @@ _ROWS = (
         task=("rescue", "rescue_cifar"),
         arms=(
             *_references(),
-            *_equal_steps(6, 8, 10, 13, 21),
+            *_equal_steps(6, 9, 10, 13, 21),
             *_larger_hosts(),
             _BUDGETED,
         ),
@@ -348,12 +348,16 @@ _ROWS = (
             _static("wider_host", host="wider"),
             _static("small_host", **HOST_ONLY),
             _static("seeds_at_once", **FULL),
+            _static("no_growth", **HOST_ONLY, epochs=[12, 25, 50]),
         ),
         budgets=(0.25, 0.5, 1.0),
         worlds=(100, 8),
         metric="test_loss",
         claims=(
-            Claim(arm="seeds_at_once", against="usual_init", at="equal steps", direction="lower", budget=1.0),
+            *(
+                Claim(arm="seeds_at_once", against=against, at="equal steps", direction="lower", budget=1.0)
+                for against in ("usual_init", "no_growth")
+            ),
             *(
                 Claim(arm="seeds_at_once", against=against, direction="lower", budget=1.0)
                 for against in ("wider_host", "small_host")
@@ -370,6 +374,15 @@ _FROM_SCRATCH = (
 )  # fmt: skip
 _SETTINGS_ROWS = (
     SettingsStudy(
+        name="simulator_policy",
+        question="Does a policy learn to read a simulated world in its first epochs?",
+        arms={"policy": ()},
+        references=("best_schedule", "uninformed_planner", "informed_planner", "replacing_planner"),
+        seeds=(0, 1, 2, 3, 4),
+        worlds=(HELD_OUT_FROM, 256),
+        first_worlds=20,
+    ),
+    SettingsStudy(
         name="reward_modes",
         question="Which reward trains the best policy on the simulator?",
         arms={mode: (*_FROM_SCRATCH, f"reward.mode={mode}") for mode in REWARDS},
@@ -378,7 +391,7 @@ _SETTINGS_ROWS = (
     ),
     SettingsStudy(
         name="sim_ablation",
-        question="What does a policy on the simulator owe to each setting of the preset?",
+        question="How much does each setting of the preset change U on the simulator?",
         arms={
             arm: ("rounds=34", *changes)
             for arm, changes in {

@@ -60,7 +60,7 @@ class GrownHost:
     utility: float | None
     """None if there is no no-growth baseline to compare with."""
     state: dict[str, Tensor]
-    """State dict of the body, with averaged weights."""
+    """State dict of the body, as `HostNetwork.final`."""
     probe: Tensor
     """[3, …] samples for grafting the body."""
     inputs: Tensor
@@ -74,7 +74,7 @@ class GrownHost:
         network = engine.networks[env]
         data = engine.data
         inputs = data.val.x[:SAMPLES]
-        with network.averaged(), torch.no_grad():
+        with network.final(), torch.no_grad():
             state = {name: _copied(value) for name, value in network.body.state_dict().items()}
             answers = answers_of(quietly(network.body, inputs))
         source = {"name": data.name, "kind": data.kind, "sha256": data.sha256, "vocabulary": data.vocabulary}

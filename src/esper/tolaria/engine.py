@@ -17,7 +17,8 @@ Legend: E environments, K configurations, N validation samples.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple
@@ -28,8 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import blueprint_index, count_macs
-from esper.kasmina.body import Body
-from esper.kasmina.graft import graft
 from esper.leyline.actions import Operator
 from esper.leyline.lifecycle import (
     Effect,
@@ -53,11 +52,13 @@ from esper.tolaria.governor import Alarm, Governor
 from esper.tolaria.growing_network import (
     GrowingNetwork,
     WeightAverage,
+    estimated_statistics,
     largest,
     own_generator,
     train_epoch,
     vital_tensors,
 )
+from esper.tolaria.host_building import build_body, build_optimizer
 from esper.tolaria.host_costs import takes_of
 from esper.tolaria.rollout import PhaseTimers
 from esper.tolaria.tasks import Task, per_sample_correct, per_sample_loss
@@ -72,23 +73,6 @@ def train_batch_loss(body: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Ten
 def score(output: Tensor, target: Tensor) -> Tensor:
     """Return correctness and log-probability of every sample, [B, 2]; for both, higher is better."""
     return torch.stack([per_sample_correct(output, target), -per_sample_loss(output, target)], dim=-1)
-
-
-def build_body(task: Task, data: Dataset, world: int, device: str = "cpu") -> Body:
-    """Build the task's host of one world and graft the task's slots; images use channels_last throughout."""
-    host = task.build_host(world).to(device)
-    if data.kind == "image":
-        host = host.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    sites = host.sites()
-    probe = data.train.x[:3]
-    return graft(host, {slot: sites[slot] for slot in task.slots}, probe=probe, blueprints=task.blueprints)
-
-
-def build_optimizer(task: Task, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Build the task's optimiser, SGD or AdamW."""
-    if task.optimiser == "adamw":
-        return torch.optim.AdamW(params, lr=task.lr, weight_decay=task.weight_decay, fused=True)
-    return torch.optim.SGD(params, lr=task.lr, momentum=task.momentum, weight_decay=task.weight_decay, fused=True)
 
 
 class HostNetwork(GrowingNetwork):
@@ -164,14 +148,27 @@ class HostNetwork(GrowingNetwork):
         """Evaluate every configuration of this epoch on the averaged weights: scores [K, N, 2]."""
         return self.evaluate(split.portions(), score, calibration=calibration, phases=phases)
 
+    @contextmanager
+    def final(self) -> Iterator[None]:
+        """Within the context the body is what a user takes home: averaged weights, statistics of norms that fit them.
+
+        The statistics are those of the first training samples. The averages of an epoch's validation cost nothing more,
+        but are far from them for some epochs after a layer's activations changed suddenly.
+        """
+        with self.averaged(), estimated_statistics(self.body, self.data.train.x[:ESTIMATED_ON]):
+            yield
+
     def test(self, split: Split) -> tuple[float, float]:
-        """Return accuracy and loss on a split with the live seeds on, on the averaged weights."""
+        """Return accuracy and loss of the final network on a split, with the live seeds on."""
         live = tuple(True for _ in self.body.players()) + tuple(False for _ in self.body.training_slots)
-        result = self.evaluate(split.portions(), score, configs=[live])
+        with self.final():
+            result = evaluate(self.body, split.portions(), score, configs=[live])
         accuracy, log_prob = result.scores[0].double().mean(0).tolist()  # sync: only for reports
         return accuracy, -log_prob
 
 
+ESTIMATED_ON = 512
+"""Training samples on which the statistics of norms of a final network are estimated."""
 SAMPLES = 2
 """Samples of the counted batch. BatchNorm needs two; multiply-adds are proportional to the number of samples."""
 

@@ -378,6 +378,40 @@ def norm_statistics(module: nn.Module) -> list[Tensor]:
     return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
 
 
+@contextmanager
+def estimated_statistics(module: nn.Module, inputs: Tensor) -> Iterator[None]:
+    """Within the context the BatchNorms have the statistics of these inputs under the present weights.
+
+    Statistics that were collected during training do not fit averaged weights after the activations of a layer
+    changed suddenly. A norm in eval mode while the module trains was frozen: it keeps its statistics.
+    """
+    tracking = [m for m in module.modules() if isinstance(m, Norm) and m.running_mean is not None]
+    norms = [m for m in tracking if m.training or not module.training]
+    if not norms:
+        yield
+        return
+    kept = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
+    momenta = [m.momentum for m in norms]
+    was_training = [m for m in module.modules() if m.training]
+    module.eval()
+    for m in norms:
+        m.train()
+        m.momentum = 1.0
+    try:
+        with torch.no_grad():
+            module(inputs)
+        module.eval()
+        yield
+    finally:
+        module.eval()
+        for m in was_training:
+            m.training = True
+        for m, momentum in zip(norms, momenta, strict=True):
+            m.momentum = momentum
+        for buffer, value in kept:
+            buffer.copy_(value)
+
+
 def averaging_rate(decay: float, updates: int) -> float:
     """Return the interpolation weight of update number `updates`; it is larger during the warm-up."""
     return 1.0 - min(decay, (1 + updates) / (10 + updates))
