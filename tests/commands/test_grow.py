@@ -47,3 +47,11 @@ def test_single_host_has_no_gain(tmp_path, capsys):
     compared, results = grown(tmp_path / "compared", capsys, controller="schedule", epochs=1)
     assert f"accuracy gain loss parameters 10⁹ MACs grown {results['grown']['accuracy']:.1%} " in compared
     assert "gain: points of test accuracy above the host without growth" in compared
+
+
+@pytest.mark.filterwarnings("ignore:the model lies outside")
+def test_note_says_that_the_host_lies_outside_what_the_policy_was_trained_on(tmp_path, capsys):
+    outside, _ = grown(tmp_path / "outside", capsys, controller="tamiyo", epochs=2, compare=False)
+    assert "the model lies outside what the policy was trained on" in outside  # digits: a host of another size
+    schedule, _ = grown(tmp_path / "schedule", capsys, controller="schedule", epochs=2, compare=False)
+    assert "trained on" not in schedule

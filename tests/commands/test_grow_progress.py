@@ -1,5 +1,6 @@
 """The display of `esper grow` during training: how often it changes, and the time left."""
 
+import io
 import re
 
 import pytest
@@ -7,8 +8,8 @@ from rich.console import Console
 
 from esper.commands import grow, grow_progress
 from esper.commands.grow import GrowOptions, run_grow
-from esper.commands.grow_progress import EpochTimer
-from esper.commands.growing import GrowSettings
+from esper.commands.grow_progress import EpochTimer, accuracy_curves
+from esper.commands.growing import GrowSettings, HostResult
 
 
 @pytest.fixture
@@ -58,3 +59,36 @@ def test_terminal_shows_every_epoch_and_the_time_left(tmp_path, capsys, monkeypa
     printed = capsys.readouterr().out
     assert "epoch 1 of 3 is training" in printed
     assert re.search(r"epoch   2/3  train loss .* params  0:00:\d\d left", printed)
+
+
+def result_of(accuracies, stages):
+    history = [
+        {"epoch": i + 1, "val_accuracy": accuracy, "stage": [stage]}
+        for i, (accuracy, stage) in enumerate(zip(accuracies, stages, strict=True))
+    ]
+    return HostResult("grown", history=history)
+
+
+def curve_lines(results, epochs):
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(accuracy_curves(results, epochs))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_curves_share_one_scale_and_mark_where_seeds_joined():
+    grown = result_of([0.0, 0.5, 0.2, 1.0], ["DORMANT", "BLENDING", "PRUNED", "HOLDING"])
+    bare = HostResult("no growth", history=result_of([0.0, 0.5], ["DORMANT"] * 2).history)
+    lines = curve_lines([grown, bare], epochs=4)
+    assert "epochs 1 to 4, from 0% to 100%" in lines[1]
+    assert lines[2].split() == ["grown", "▁▅▂█", "100.0%"]
+    assert lines[3].index("▲ ▲") == lines[2].index("▁▅▂█") + 1
+    assert lines[4].split() == ["no", "growth", "▁▅", "50.0%"]
+
+
+def test_long_curves_are_compressed_and_values_that_are_not_finite_are_gaps():
+    epochs = 3 * grow_progress.CURVE_WIDTH
+    values = [float("nan"), *(i / epochs for i in range(1, epochs))]
+    lines = curve_lines([result_of(values, ["DORMANT"] * epochs)], epochs)
+    assert len(lines[2].split()[1]) == grow_progress.CURVE_WIDTH
+    assert not any("▲" in line for line in lines)
+    assert curve_lines([result_of([float("nan")] * 4, ["DORMANT"] * 4)], 4)[2].split() == ["grown"]

@@ -22,7 +22,7 @@ from safetensors.torch import save as save_tensors
 from esper.commands import losses_decide_exit_code, plainly
 from esper.commands.explained_run import explain_run
 from esper.commands.export import exported_program
-from esper.commands.grow_progress import evidence_text, points, progress
+from esper.commands.grow_progress import accuracy_curves, evidence_text, points, progress
 from esper.commands.growing import (
     GROWN,
     HOSTS_COMPARED,
@@ -148,6 +148,7 @@ def _grow(
                 plainly(console, f"stopped, {where}. Resume with: {options.resume_command(run.path)}")
                 raise
         assert comparison.grown is not None
+        console.print(accuracy_curves(comparison.results, task.epochs))
         console.print(summary(comparison.results))
         if len(comparison.results) > 1:
             console.print(Text(GAIN_NOTE, "dim"))

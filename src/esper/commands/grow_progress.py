@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.commands.growing import HostResult
+from esper.karn.formatting import sparkline
 from esper.kasmina.blueprints import blueprint_name
 from esper.leyline.slot_table import SlotTable
-from esper.leyline.stages import SeedStage
+from esper.leyline.stages import COOLING, SeedStage
 from esper.tolaria.engine import Engine
 
 PLAIN_EVERY = 5
@@ -26,6 +27,9 @@ PLAIN_EVERY = 5
 PLAIN_SILENCE_S = 15.0
 """Seconds after which the next epoch is printed, too."""
 REFRESH_PER_SECOND = 4
+CURVE_WIDTH = 60
+"""Most columns of a curve."""
+CURVES_TITLE = "Validation accuracy by epoch"
 RECENT_EPOCHS = 5
 """Number of last epochs from which the time left is estimated: growth makes epochs longer."""
 
@@ -52,8 +56,9 @@ class EpochTimer:
 
 
 @contextmanager
-def progress(console: Console, name: str, engine: Engine, result: HostResult) -> Iterator[Any]:
-    """Show the progress of one host: a live display in a terminal, else a line every few epochs."""
+def progress(console: Console, name: str, engine: Engine, results: Sequence[HostResult]) -> Iterator[Any]:
+    """Show the progress of the last of these hosts: a live display in a terminal, else a line every few epochs."""
+    result = results[-1]
     timer = EpochTimer(engine.task.epochs - len(result.history))
     if not console.is_terminal:
         printed_s = time.monotonic()
@@ -79,10 +84,42 @@ def progress(console: Console, name: str, engine: Engine, result: HostResult) ->
         slots = live_table(engine)
 
     def display() -> Group:
-        return Group(Text(f"{name}\n{numbers}{timer.time_left()}"), slots)
+        title = Text(f"{name}\n{numbers}{timer.time_left()}")
+        return Group(title, slots, accuracy_curves(results, engine.task.epochs))
 
     with Live(get_renderable=display, console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True):
         yield draw
+
+
+def accuracy_curves(results: Sequence[HostResult], epochs: int) -> Table:
+    """Return the validation accuracy of every host by epoch, all on one scale, with marks where seeds joined."""
+    accuracies = {r.name: [epoch["val_accuracy"] for epoch in r.history] for r in results}
+    finite = [a for some in accuracies.values() for a in some if np.isfinite(a)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    width = min(epochs, CURVE_WIDTH)
+    table = Table("", f"epochs 1 to {epochs}, from {low:.0%} to {high:.0%}", "last", box=None, title=CURVES_TITLE)
+    for r in results:
+        values = [a if np.isfinite(a) else None for a in accuracies[r.name]]
+        shown = max(1, len(values) * width // epochs) if values else 0
+        last = f"{values[-1]:.1%}" if values and values[-1] is not None else ""
+        table.add_row(r.name, Text(sparkline(values, shown, low, high), "cyan"), last)
+        marks = "".join(growth_marks(r, epochs, width))
+        if not marks.isspace():
+            table.add_row("", Text(marks, "yellow"), Text("▲ a seed joined", "dim"))
+    return table
+
+
+def growth_marks(result: HostResult, epochs: int, width: int) -> list[str]:
+    """Return one character for each column of a curve: ▲ where a seed joined the host, else a space."""
+    marks = [" "] * width
+    empty = {SeedStage.DORMANT.name, *(stage.name for stage in COOLING)}
+    before = [True] * len(result.history[0]["stage"]) if result.history else []
+    for i, epoch in enumerate(result.history):
+        is_empty = [stage in empty for stage in epoch["stage"]]
+        if any(was and not now for was, now in zip(before, is_empty, strict=True)):
+            marks[i * width // epochs] = "▲"
+        before = is_empty
+    return marks
 
 
 def headline(engine: Engine, result: HostResult) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,7 +194,7 @@ class HostComparison:
     checkpointer: GrowCheckpointer
     stop: Callable[[], None]
     """Called between epochs; raises SystemExit after a signal to stop."""
-    progress: Callable[[str, Engine, HostResult], AbstractContextManager[Callable[[], None]]]
+    progress: Callable[[str, Engine, Sequence[HostResult]], AbstractContextManager[Callable[[], None]]]
     """Opens the display of one host's training. The function it yields is called after every epoch."""
     phases: PhaseTimers = field(default_factory=PhaseTimers)
     results: list[HostResult] = field(default_factory=list)
@@ -245,7 +245,7 @@ class HostComparison:
         if name == GROWN:
             keep(always=not result.history)
         start = time.perf_counter() - result.seconds
-        with self.progress(name, engine, result) as show:
+        with self.progress(name, engine, [*self.results, result]) as show:
             epochs_left = engine.task.epochs - len(result.history)
             for step in rollout(
                 engine, controller, epochs_left, before_step=lambda: self._check_for_stop(keep), phases=phases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
@@ -20,6 +21,7 @@ from esper.leyline.events import (
 )
 
 LARGEST = sys.float_info.max
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def number_text(value: float | None, unit: str = "number", digits: int | None = None) -> str:
@@ -157,3 +159,18 @@ def health_text(health: Health) -> str:
         if name.endswith(GIVEN_UP) and isinstance(count, int | float) and isfinite(count) and count > 0
     ]
     return f"of {emitted:,.0f} events {'; '.join(missed)}" if missed and emitted is not None else health.text
+
+
+def sparkline(values: Sequence[float | None], width: int, low: float | None = None, high: float | None = None) -> str:
+    """Draw a series in `width` characters, oldest left, each part by its last value.
+
+    The lowest block is at `low` and the highest at `high`; None takes the lowest or highest value of the series.
+    """
+    n = len(values)
+    shown = values if n <= width else [values[(i + 1) * n // width - 1] for i in range(width)]
+    finite = [v for v in shown if v is not None]
+    low = min(finite, default=0.0) if low is None else low
+    span = ((max(finite, default=0.0) if high is None else high) - low) or 1.0
+    return "".join(
+        " " if v is None else BLOCKS[max(0, min(len(BLOCKS) - 1, int(len(BLOCKS) * (v - low) / span)))] for v in shown
+    ).ljust(width)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from io import StringIO
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.karn.episode_state import EpisodeState, SlotHistory
-from esper.karn.formatting import compact, duration, event_text, is_finite, number_text
+from esper.karn.formatting import compact, duration, event_text, is_finite, number_text, sparkline
 from esper.karn.problems import problems
 from esper.karn.run_state import RunState
 from esper.karn.watch.watched_run import TONES, WatchedRun
@@ -24,7 +24,6 @@ from esper.leyline.text import printable
 STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "note": "cyan", "dim": "dim", "": ""}
 LETTERS = "·GTBHFxxx"
 STAGE_STYLES = ("dim", "cyan", "cyan", "yellow", "magenta", "green", "red", "red", "red")
-BLOCKS = "▁▂▃▄▅▆▇█"
 NONE = "–"
 FLAT_STEPS = 10
 """Steps without a new best after which an environment is called flat."""
@@ -66,16 +65,6 @@ def worth(value: float | None, se: float | None, is_percent: bool) -> Text:
     error = "" if se is None else f" ± {number_text(se, unit).lstrip('+')}"
     is_sure = se is not None and abs(value) > 2 * se
     return Text(number_text(value, unit) + error, ("green" if value > 0 else "red") if is_sure else "", justify="right")
-
-
-def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Draw a series in `width` characters, oldest left, each part by its last value."""
-    n = len(values)
-    shown = values if n <= width else [values[(i + 1) * n // width - 1] for i in range(width)]
-    finite = [v for v in shown if v is not None]
-    low = min(finite, default=0.0)
-    span = (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
-    return "".join(" " if v is None else BLOCKS[min(7, int(8 * (v - low) / span))] for v in shown).ljust(width)
 
 
 # -- environments
