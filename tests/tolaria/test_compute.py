@@ -10,8 +10,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina.blueprints import blueprints_for
+from esper.kasmina.blueprints import blueprint, blueprints_for, unregister
+from esper.kasmina.blueprints.builtin import transformer_block
 from esper.kasmina.blueprints.registry import MacCounter
+from esper.kasmina.copied_blocks import register_copy
 from esper.leyline.actions import Operator
 from esper.leyline.lifecycle import Rules
 from esper.leyline.stages import SeedStage
@@ -51,6 +53,29 @@ def test_epoch_count_equals_torchs_counter_on_a_real_epoch(name, blueprint):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network.train_epoch(0)
     assert 2 * ComputeMeter().epoch_macs(network) == counter.get_total_flops() > 0
+
+
+def transformer_layer(_task: Task) -> str:
+    blueprint("layer", layouts="sequence")(transformer_block)
+    return "layer"
+
+
+def copied_layer(task: Task) -> str:
+    return register_copy(Engine(task, [0]).networks[0].body, "blocks.0", name="layer")
+
+
+@pytest.mark.parametrize("register", [transformer_layer, copied_layer])
+def test_epoch_count_equals_torchs_counter_for_registered_layers(register):
+    try:
+        name = register(TASKS["moby"])
+        network = planted(TASKS["moby"], name).networks[0]
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            network.train_epoch(0)
+        assert 2 * ComputeMeter().epoch_macs(network) == counter.get_total_flops()
+        bare = planted(TASKS["moby"], "").networks[0]
+        assert ComputeMeter().epoch_macs(network) > ComputeMeter().epoch_macs(bare)
+    finally:
+        unregister("layer")
 
 
 @pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
