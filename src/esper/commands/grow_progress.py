@@ -92,7 +92,10 @@ def progress(console: Console, name: str, engine: Engine, results: Sequence[Host
 
 
 def accuracy_curves(results: Sequence[HostResult], epochs: int) -> Table:
-    """Return the validation accuracy of every host by epoch, all on one scale, with marks where seeds joined."""
+    """Return the validation accuracy of every host by epoch, all on one scale.
+
+    Below the first one, the host that grows, marks show where seeds joined.
+    """
     accuracies = {r.name: [epoch["val_accuracy"] for epoch in r.history] for r in results}
     finite = [a for some in accuracies.values() for a in some if np.isfinite(a)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
@@ -104,7 +107,7 @@ def accuracy_curves(results: Sequence[HostResult], epochs: int) -> Table:
         last = f"{values[-1]:.1%}" if values and values[-1] is not None else ""
         table.add_row(r.name, Text(sparkline(values, shown, low, high), "cyan"), last)
         marks = "".join(growth_marks(r, epochs, width))
-        if not marks.isspace():
+        if r is results[0] and not marks.isspace():
             table.add_row("", Text(marks, "yellow"), Text("▲ a seed joined", "dim"))
     return table
 
