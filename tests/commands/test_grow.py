@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from esper import load_data
 from esper.commands.export import Plain
 from esper.commands.grow import GrowOptions, run_grow
 from esper.commands.growing import GrowSettings
@@ -46,6 +48,8 @@ def test_single_host_has_no_gain(tmp_path, capsys):
     assert "gain:" not in alone
     compared, results = grown(tmp_path / "compared", capsys, controller="schedule", epochs=1)
     assert f"accuracy gain loss parameters 10⁹ MACs grown {results['grown']['accuracy']:.1%} " in compared
+    assert "Validation accuracy by epoch" in compared
+    assert compared.count("no growth") == 3  # a line while it trains, its curve, its results
     assert "gain: points of test accuracy above the host without growth" in compared
 
 
@@ -55,3 +59,16 @@ def test_note_says_that_the_host_lies_outside_what_the_policy_was_trained_on(tmp
     assert "the model lies outside what the policy was trained on" in outside  # digits: a host of another size
     schedule, _ = grown(tmp_path / "schedule", capsys, controller="schedule", epochs=2, compare=False)
     assert "trained on" not in schedule
+
+
+def test_saved_and_exported_networks_have_the_reported_test_accuracy_and_loss(tmp_path, capsys):
+    run = tmp_path / "run"
+    run_grow(GrowSettings(task="rescue", controller="schedule", epochs=3), GrowOptions(out=run))
+    grew = json.loads((run / "result.json").read_text())["results"][0]
+    test = load_data("fashion").test
+    plain = torch.export.load(run / "plain.pt2").module()
+    for network in (plain, GrownHost.load(run / BEST_HOST).body()):
+        with torch.no_grad():
+            output = network(test.x)
+        assert (output.argmax(1) == test.y).float().mean().item() == pytest.approx(grew["accuracy"], abs=1e-6)
+        assert torch.nn.functional.cross_entropy(output, test.y).item() == pytest.approx(grew["loss"], rel=1e-4)

@@ -10,6 +10,7 @@ from esper.commands import grow, grow_progress
 from esper.commands.grow import GrowOptions, run_grow
 from esper.commands.grow_progress import EpochTimer, accuracy_curves
 from esper.commands.growing import GrowSettings, HostResult
+from esper.karn.formatting import BLOCKS
 
 
 @pytest.fixture
@@ -59,6 +60,7 @@ def test_terminal_shows_every_epoch_and_the_time_left(tmp_path, capsys, monkeypa
     printed = capsys.readouterr().out
     assert "epoch 1 of 3 is training" in printed
     assert re.search(r"epoch   2/3  train loss .* params  0:00:\d\d left", printed)
+    assert len(set(re.findall(r"[▁-█]{1,3}", printed))) > 3  # curves of one, two and three epochs
 
 
 def result_of(accuracies, stages):
@@ -69,26 +71,43 @@ def result_of(accuracies, stages):
     return HostResult("grown", history=history)
 
 
-def curve_lines(results, epochs):
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(accuracy_curves(results, epochs))
-    return [line.rstrip() for line in console.export_text().splitlines()]
+def curve_lines(results, epochs, width=120):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(accuracy_curves(results, epochs, width))
+    title, rows = console.export_text().split(" last")
+    assert "epochs 1 to" in title
+    return [line.rstrip() for line in rows.splitlines()[1:]]
 
 
 def test_curves_share_one_scale_and_mark_where_seeds_joined():
     grown = result_of([0.0, 0.5, 0.2, 1.0], ["DORMANT", "BLENDING", "PRUNED", "HOLDING"])
     bare = HostResult("no growth", history=result_of([0.0, 0.5], ["FOSSILIZED"] * 2).history)
     lines = curve_lines([grown, bare], epochs=4)
-    assert "epochs 1 to 4, from 0% to 100%" in lines[1]
-    assert lines[2].split() == ["grown", "▁▅▂█", "100.0%"]
-    assert lines[3].index("▲ ▲") == lines[2].index("▁▅▂█") + 1
-    assert [line.split() for line in lines[4:]] == [["no", "growth", "▁▅", "50.0%"]]  # no marks below other hosts
+    assert lines[0].split() == ["grown", "▁▅▂█", "100.0%"]
+    assert lines[1].index("▲ ▲") == lines[0].index("▁▅▂█") + 1
+    assert [line.split() for line in lines[2:]] == [["no", "growth", "▁▅", "50.0%"]]  # no marks below other hosts
 
 
 def test_long_curves_are_compressed_and_values_that_are_not_finite_are_gaps():
     epochs = 3 * grow_progress.CURVE_WIDTH
     values = [float("nan"), *(i / epochs for i in range(1, epochs))]
     lines = curve_lines([result_of(values, ["DORMANT"] * epochs)], epochs)
-    assert len(lines[2].split()[1]) == grow_progress.CURVE_WIDTH
+    assert len(lines[0].split()[1]) == grow_progress.CURVE_WIDTH
     assert not any("▲" in line for line in lines)
-    assert curve_lines([result_of([float("nan")] * 4, ["DORMANT"] * 4)], 4)[2].split() == ["grown"]
+    assert curve_lines([result_of([float("nan")] * 4, ["DORMANT"] * 4)], 4)[0].split() == ["grown"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("epochs", [1, 2, 40, 1000])
+def test_curves_fit_the_console_and_show_the_last_epoch(width, epochs):
+    """A seed joins in the last epoch, so its mark is below the last column of the curve."""
+    stages = ["DORMANT"] * (epochs - 1) + ["BLENDING"]
+    grown = result_of([i / epochs for i in range(1, epochs + 1)], stages)
+    other = HostResult("same structure from step 0", history=grown.history[: epochs // 2])
+    lines = curve_lines([grown, other], epochs, width)
+    assert len(lines) == 3
+    assert all(len(line) <= width for line in lines)
+    assert not any("…" in line for line in lines)
+    assert lines[1].index("▲") == max(lines[0].rfind(block) for block in BLOCKS)
+    shown = [len(re.sub("[^▁-█]", "", line)) for line in (lines[0], lines[2])]
+    assert shown[1] == (max(1, shown[0] * (epochs // 2) // epochs) if epochs > 1 else 0)

@@ -69,6 +69,13 @@ def test_ramp_as_a_share_of_each_budget_is_that_ramp_alone(budget, monkeypatch):
     assert replace_seconds(expected) in map(replace_seconds, points)
 
 
+@pytest.mark.parametrize("budget", [0.14, 0.26, 0.38, 0.5])
+def test_static_network_stays_within_budget_and_wastes_less_than_an_epoch(budget):
+    trunk = session(structure=full_structure(SMALL))
+    (point,) = trunk.run(Wait(), [budget])
+    assert 0 <= budget * trunk.unit - point.train_macs < trunk.epoch_macs
+
+
 def test_branches_leave_the_trunk_unchanged():
     alone = session(structure=full_structure(SMALL)).run(Wait(), [1.0])
     branched = session(structure=full_structure(SMALL)).run(Wait(), [0.3, 0.6, 1.0])

@@ -68,6 +68,8 @@ def test_arm_of_equal_steps_in_the_same_situation_is_preferred():
     study = example_study(arms=arms, budgets=(0.5,), claims=())
     results = {("rescue", arm.name, world): (point(0.5, 0.5),) for arm in arms for world in (100, 101)}
     assert [m.against for m in summarize(study, results, "test_quality").mixing] == ["equal_steps"]
+    unfinished = {key: points for key, points in results.items() if key[1] != "equal_steps"}
+    assert [m.against for m in summarize(study, unfinished, "test_quality").mixing] == ["from_start"]
 
 
 def test_tables_show_mixing_times_and_what_was_not_reached():

@@ -29,6 +29,7 @@ from esper.tolaria.engine import Engine, score, train_batch_loss
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.growing_network import norm_statistics
 from esper.tolaria.host_costs import takes_of
+from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task, get_task, per_sample_correct, per_sample_loss
 from tests.support.rules import ISOLATED
 
@@ -249,6 +250,27 @@ def test_test_scores_do_not_depend_on_the_averaged_statistics_of_norms():
     wrong = [network.average.by_tensor()[live].clone() for live in statistics]
     assert network.test(test) == expected
     assert all(torch.equal(network.average.by_tensor()[t], w) for t, w in zip(statistics, wrong, strict=True))
+
+
+def test_final_statistics_are_those_of_random_training_samples():
+    """The first samples of a data set can be balanced over its classes, which the data is not."""
+    x = torch.randn(2000, 1, 8, 8)
+    y = (torch.arange(2000) % 3 == 0).long()  # a third of class 1, which is brighter
+    task = Task.from_tensors("uneven", x + 3 * y[:, None, None, None], y, host="cnn", host_kwargs={"base": 4})
+    engine = Engine(replace(task, batches_per_epoch=4, batch=16), [0])
+    for _ in rollout(engine, Wait(), 2):
+        pass
+    network, train = engine.networks[0], engine.data.train
+    assert (train.y[:512].float().mean() - train.y.float().mean()).abs() > 0.1
+    with network.final(), torch.no_grad():
+        norm = next(m for m in network.body.modules() if isinstance(m, nn.BatchNorm2d))
+        inputs = []
+        handle = norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        network.body.eval()(train.x)
+        handle.remove()
+        whole = inputs[0].mean((0, 2, 3))
+        first = inputs[0][:512].mean((0, 2, 3))
+        assert (norm.running_mean - whole).abs().max() < 0.3 * (first - whole).abs().max()
 
 
 def test_illegal_action_changes_nothing_and_is_reported():

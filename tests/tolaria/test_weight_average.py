@@ -133,13 +133,15 @@ def test_estimated_statistics_are_those_of_the_inputs_and_leave_no_trace():
     before = {name: value.clone() for name, value in module.state_dict().items()}
     modes = [m.training for m in module.modules()]
 
-    with estimated_statistics(module, x):
+    with estimated_statistics(module, lambda: x):
         hidden = module[0](x)
         assert torch.allclose(module[1].running_mean, hidden.mean(0))
         assert torch.allclose(module[1].running_var, hidden.var(0))
         assert torch.equal(frozen.running_mean, before["4.running_mean"])
         assert not any(m.training for m in module.modules())
         estimated = module(x)
+        module.train()  # modes are restored even if they are changed within the context
+        frozen.train()
 
     after = module.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -151,7 +153,12 @@ def test_estimated_statistics_are_those_of_the_inputs_and_leave_no_trace():
 
 def test_statistics_are_restored_after_an_error():
     module = nn.Sequential(nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="no"), estimated_statistics(module, torch.randn(8, 2)):
+    with pytest.raises(ValueError, match="no"), estimated_statistics(module, lambda: torch.randn(8, 2)):
         raise ValueError("no")
     assert torch.equal(module[0].running_mean, torch.zeros(2))
     assert module.training
+
+
+def test_inputs_are_not_drawn_without_norms():
+    with estimated_statistics(nn.Linear(2, 2), lambda: pytest.fail("drawn")):
+        pass

@@ -148,7 +148,7 @@ def _grow(
                 plainly(console, f"stopped, {where}. Resume with: {options.resume_command(run.path)}")
                 raise
         assert comparison.grown is not None
-        console.print(accuracy_curves(comparison.results, task.epochs))
+        console.print(accuracy_curves(comparison.results, task.epochs, console.width))
         console.print(summary(comparison.results))
         if len(comparison.results) > 1:
             console.print(Text(GAIN_NOTE, "dim"))
@@ -256,10 +256,10 @@ def summary(results: list[HostResult]) -> Table:
 
 
 def measured_worth(engine: Engine) -> Worth:
-    """Return the worth of every seed at the end, on the validation split with averaged weights."""
+    """Return the worth of every seed of the final network, on the validation split."""
     network = engine.networks[0]
     split = engine.data.val
-    with network.average.applied():
+    with network.final():
         return report(network.body, [(split.x, split.y)], score, calibration=engine.calibration)
 
 
@@ -348,7 +348,7 @@ def save_models(out: Path, engine: Engine, worth: Worth) -> None:
         host.save(out / BEST_HOST)
     else:
         warnings.warn("the grown host has values that are not finite; it is not saved for `esper export`", stacklevel=2)
-    with network.average.applied():
+    with network.final():
         state = {k: v.contiguous() for k, v in network.body.state_dict().items()}
         plain = harden(network.body).eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         example = engine.data.test.x[:4]

@@ -29,7 +29,9 @@ PLAIN_SILENCE_S = 15.0
 REFRESH_PER_SECOND = 4
 CURVE_WIDTH = 60
 """Most columns of a curve."""
-CURVES_TITLE = "Validation accuracy by epoch"
+CURVES_TITLE = "Validation accuracy by epoch, ▲: a seed joined"
+COLUMN_GAPS = 6
+"""Columns of spaces between the columns of a table and at its edges, at most."""
 RECENT_EPOCHS = 5
 """Number of last epochs from which the time left is estimated: growth makes epochs longer."""
 
@@ -85,22 +87,26 @@ def progress(console: Console, name: str, engine: Engine, results: Sequence[Host
 
     def display() -> Group:
         title = Text(f"{name}\n{numbers}{timer.time_left()}")
-        return Group(title, slots, accuracy_curves(results, engine.task.epochs))
+        return Group(title, slots, accuracy_curves(results, engine.task.epochs, console.width))
 
     with Live(get_renderable=display, console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True):
         yield draw
 
 
-def accuracy_curves(results: Sequence[HostResult], epochs: int) -> Table:
-    """Return the validation accuracy of every host by epoch, all on one scale.
+def accuracy_curves(results: Sequence[HostResult], epochs: int, console_width: int) -> Table:
+    """Return the validation accuracy of every host by epoch, all on one scale, in a table of at most this width.
 
     Below the first one, the host that grows, marks show where seeds joined.
     """
     accuracies = {r.name: [epoch["val_accuracy"] for epoch in r.history] for r in results}
     finite = [a for some in accuracies.values() for a in some if np.isfinite(a)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
-    width = min(epochs, CURVE_WIDTH)
-    table = Table("", f"epochs 1 to {epochs}, from {low:.0%} to {high:.0%}", "last", box=None, title=CURVES_TITLE)
+    others = max(len(r.name) for r in results) + len("100.0%") + COLUMN_GAPS
+    width = max(1, min(epochs, CURVE_WIDTH, console_width - others))
+    table = Table(box=None, title=f"{CURVES_TITLE}\nepochs 1 to {epochs}, from {low:.0%} to {high:.0%}")
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=width)
+    table.add_column("last", no_wrap=True)
     for r in results:
         values = [a if np.isfinite(a) else None for a in accuracies[r.name]]
         shown = max(1, len(values) * width // epochs) if values else 0
@@ -108,7 +114,7 @@ def accuracy_curves(results: Sequence[HostResult], epochs: int) -> Table:
         table.add_row(r.name, Text(sparkline(values, shown, low, high), "cyan"), last)
         marks = "".join(growth_marks(r, epochs, width))
         if r is results[0] and not marks.isspace():
-            table.add_row("", Text(marks, "yellow"), Text("▲ a seed joined", "dim"))
+            table.add_row("", Text(marks, "yellow"), "")
     return table
 
 

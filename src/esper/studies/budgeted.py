@@ -173,7 +173,7 @@ class Session:
     def _decay_is_due(self, macs: int) -> bool:
         if self.max_epochs is not None and self.epochs >= self.max_epochs:
             return True
-        return macs - self.spent - self.epoch_macs < self.task.decay_share * macs
+        return macs - self.spent - self.epoch_macs < max(self.task.decay_share * macs, self.epoch_macs)
 
     def branch(self, budget: float, macs: int) -> Point:
         """Decay a copy of the trunk within what is left of `macs`, and measure it."""

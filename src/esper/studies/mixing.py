@@ -5,7 +5,7 @@ A seed that is planted later than the mixing time before the end of training doe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -58,7 +58,7 @@ def mixing_times(
     tolerance = TOLERANCE.get(metric, 0.005)
     for task in study.task:
         for arm in study.arms:
-            against = _from_start(study, arm)
+            against = _from_start(study, arm, {name for t, name, _ in results if t == task})
             worlds = [
                 world for t, name, world in results if against and (t, name) == (task, arm.name)
                 and (task, against, world) in results
@@ -71,14 +71,18 @@ def mixing_times(
                 )
 
 
-def _from_start(study: Study, arm: Arm) -> str | None:
-    """Return the arm that trains the structure of a planting arm from step 0, at equal steps if possible, or None."""
+def _from_start(study: Study, arm: Arm, finished: Container[str]) -> str | None:
+    """Return the finished arm that trains the structure of a planting arm from step 0, or None.
+
+    An arm of equal steps is preferred.
+    """
     if "start" not in arm.settings or "pretrain" in arm.settings:
         return None
-    same = {name: value for name, value in arm.settings.items() if name in ("structure", *SITUATION)}
+    same = {name: value for name, value in arm.settings.items() if name in ("structure", "slots", *SITUATION)}
     others = [
         other for other in study.arms
-        if other.kind == "static" and {k: v for k, v in other.settings.items() if k != "epochs"} == same
+        if other.kind == "static" and other.name in finished
+        and {k: v for k, v in other.settings.items() if k != "epochs"} == {"structure": "full", **same}
     ]  # fmt: skip
     return max(others, key=lambda other: "epochs" in other.settings).name if others else None
 

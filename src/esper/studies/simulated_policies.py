@@ -57,10 +57,13 @@ class SettingsStudy(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.references:
             if name not in CONTROLLERS:
                 raise unknown_name(f"reference of study {self.name!r}", name, CONTROLLERS)
-        if not 0 <= self.first_worlds <= self.worlds[1]:
+        if not 0 <= self.first_worlds <= (self.worlds[1] if self.references else 0):
             raise ConfigError(
-                f"study {self.name!r}: first_worlds must lie between 0 and {self.worlds[1]}, got {self.first_worlds}"
+                f"study {self.name!r}: first_worlds must lie between 0 and {self.worlds[1]}, and be 0 without "
+                f"references, got {self.first_worlds}"
             )
+        if len(set(self.names)) != len(self.names):
+            raise ConfigError(f"study {self.name!r}: references and arms must have different names, got {self.names}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -202,10 +205,11 @@ def learning_curves(study: SettingsStudy, finished: Mapping[Training, TrainedArm
     """
     curves: dict[str, list[CurvePoint]] = {}
     for arm in study.arms:
-        rounds = np.array([one.curve for job, one in finished.items() if job.arm == arm])  # [seeds, rounds]
-        if rounds.size:
-            parts = np.array_split(rounds, min(ROUNDS_SHOWN, rounds.shape[1]), axis=1)
-            means = [part.mean(axis=1) for part in parts]  # [seeds] each
+        seeds = [one.curve for job, one in finished.items() if job.arm == arm and one.curve]
+        if seeds:
+            parts = min(ROUNDS_SHOWN, *map(len, seeds))
+            by_seed = [[part.mean() for part in np.array_split(np.array(curve), parts)] for curve in seeds]
+            means = np.array(by_seed).T  # [parts, seeds]
             curves[arm] = [
                 (100 * (i + 1) / len(means), float(m.mean()), float(m.min()), float(m.max()))
                 for i, m in enumerate(means)

@@ -152,10 +152,14 @@ class HostNetwork(GrowingNetwork):
     def final(self) -> Iterator[None]:
         """Within the context the body is what a user takes home: averaged weights, statistics of norms that fit them.
 
-        The statistics are those of the first training samples. The averages of an epoch's validation cost nothing more,
-        but are far from them for some epochs after a layer's activations changed suddenly.
+        The statistics are those of random training samples, the same in every world. The averages that an epoch's
+        validation uses cost nothing, but are far from them for some epochs after activations changed suddenly.
         """
-        with self.averaged(), estimated_statistics(self.body, self.data.train.x[:ESTIMATED_ON]):
+        count = min(ESTIMATED_ON, len(self.data.train))
+        with (
+            self.averaged(),
+            estimated_statistics(self.body, lambda: self.data.few(count, derive_seed("norm_statistics")).train.x),
+        ):
             yield
 
     def test(self, split: Split) -> tuple[float, float]:
@@ -168,7 +172,7 @@ class HostNetwork(GrowingNetwork):
 
 
 ESTIMATED_ON = 512
-"""Training samples on which the statistics of norms of a final network are estimated."""
+"""Number of training samples on which the statistics of norms of a final network are estimated."""
 SAMPLES = 2
 """Samples of the counted batch. BatchNorm needs two; multiply-adds are proportional to the number of samples."""
 

@@ -20,7 +20,7 @@ Legend: E environments, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -379,8 +379,8 @@ def norm_statistics(module: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
-def estimated_statistics(module: nn.Module, inputs: Tensor) -> Iterator[None]:
-    """Within the context the BatchNorms have the statistics of these inputs under the present weights.
+def estimated_statistics(module: nn.Module, draw: Callable[[], Tensor]) -> Iterator[None]:
+    """Within the context the BatchNorms have the statistics of drawn inputs under the present weights.
 
     Statistics that were collected during training do not fit averaged weights after the activations of a layer
     changed suddenly. A norm in eval mode while the module trains was frozen: it keeps its statistics.
@@ -399,7 +399,7 @@ def estimated_statistics(module: nn.Module, inputs: Tensor) -> Iterator[None]:
         m.momentum = 1.0
     try:
         with torch.no_grad():
-            module(inputs)
+            module(draw())
         module.eval()
         yield
     finally:
