@@ -394,9 +394,9 @@ def estimated_statistics(module: nn.Module, draw: Callable[[], Tensor]) -> Itera
     momenta = [m.momentum for m in norms]
     was_training = [m for m in module.modules() if m.training]
     module.eval()
-    for m in norms:
-        m.train()
-        m.momentum = 1.0
+    for norm in norms:
+        norm.train()
+        norm.momentum = 1.0
     try:
         with torch.no_grad():
             module(draw())
@@ -404,10 +404,10 @@ def estimated_statistics(module: nn.Module, draw: Callable[[], Tensor]) -> Itera
         yield
     finally:
         module.eval()
-        for m in was_training:
-            m.training = True
-        for m, momentum in zip(norms, momenta, strict=True):
-            m.momentum = momentum
+        for each in was_training:
+            each.training = True
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
         for buffer, value in kept:
             buffer.copy_(value)
 
