@@ -76,7 +76,7 @@ def test_first_screen_repeats_figures_of_the_table():
     first = README.split("## Quickstart")[0]
     table = README.split("<!-- when to grow: begin -->")[1]
     intervals = INTERVAL.findall(first)
-    assert len(intervals) == 3
+    assert len(intervals) == 4
     for each in intervals:
         low = sorted(abs(float(number)) for number in re.findall(r"\d+\.\d+", each))
         ends = [sorted(abs(float(n)) for n in re.findall(r"\d+\.\d+", other)) for other in INTERVAL.findall(table)]
