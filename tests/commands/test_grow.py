@@ -48,7 +48,7 @@ def test_single_host_has_no_gain(tmp_path, capsys):
     assert "gain:" not in alone
     compared, results = grown(tmp_path / "compared", capsys, controller="schedule", epochs=1)
     assert f"accuracy gain loss parameters 10⁹ MACs grown {results['grown']['accuracy']:.1%} " in compared
-    assert "Validation accuracy by epoch" in compared
+    assert "Validation accuracy, epochs 1 to 1, from" in compared
     assert compared.count("no growth") == 3  # a line while it trains, its curve, its results
     assert "gain: points of test accuracy above the host without growth" in compared
 

@@ -29,7 +29,6 @@ PLAIN_SILENCE_S = 15.0
 REFRESH_PER_SECOND = 4
 CURVE_WIDTH = 60
 """Most columns of a curve."""
-CURVES_TITLE = "Validation accuracy by epoch, ▲: a seed joined"
 COLUMN_GAPS = 6
 """Columns of spaces between the columns of a table and at its edges, at most."""
 RECENT_EPOCHS = 5
@@ -93,7 +92,7 @@ def progress(console: Console, name: str, engine: Engine, results: Sequence[Host
         yield draw
 
 
-def accuracy_curves(results: Sequence[HostResult], epochs: int, console_width: int) -> Table:
+def accuracy_curves(results: Sequence[HostResult], epochs: int, console_width: int) -> Group:
     """Return the validation accuracy of every host by epoch, all on one scale, in a table of at most this width.
 
     Below the first one, the host that grows, marks show where seeds joined.
@@ -103,10 +102,12 @@ def accuracy_curves(results: Sequence[HostResult], epochs: int, console_width: i
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     others = max(len(r.name) for r in results) + len("100.0%") + COLUMN_GAPS
     width = max(1, min(epochs, CURVE_WIDTH, console_width - others))
-    table = Table(box=None, title=f"{CURVES_TITLE}\nepochs 1 to {epochs}, from {low:.0%} to {high:.0%}")
-    table.add_column("", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=width)
-    table.add_column("last", no_wrap=True)
+    title = Text(
+        f"Validation accuracy, epochs 1 to {epochs}, from {low:.0%} to {high:.0%}  (▲ a seed joined)", "italic"
+    )
+    table = Table("", "", "last", box=None)
+    for column in table.columns:
+        column.no_wrap = True
     for r in results:
         values = [a if np.isfinite(a) else None for a in accuracies[r.name]]
         shown = max(1, len(values) * width // epochs) if values else 0
@@ -115,7 +116,7 @@ def accuracy_curves(results: Sequence[HostResult], epochs: int, console_width: i
         marks = "".join(growth_marks(r, epochs, width))
         if r is results[0] and not marks.isspace():
             table.add_row("", Text(marks, "yellow"), "")
-    return table
+    return Group(title, table)
 
 
 def growth_marks(result: HostResult, epochs: int, width: int) -> list[str]:
