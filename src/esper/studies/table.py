@@ -177,13 +177,10 @@ _ROWS = (
         name="search_or_enlarge",
         question="I have a limit on the size of the network: is a search for seeds better than a wider or deeper host?",
         task=("search_fashion", "search_cifar"),
-        arms=(*_larger_hosts(**LIMIT), _AUDITION, *_chosen(_AUDITION)),
+        arms=(*_larger_hosts(**LIMIT), _AUDITION),
         budgets=(1.0, 2.0, 4.0),
         worlds=(200, 8),
-        claims=(
-            *(Claim(arm="audition", against=against) for against in ("wider_host", "deeper_host", "same_structure")),
-            *(Claim(arm="audition", against=against, at="equal steps") for against in ("equal_steps", "no_growth")),
-        ),
+        claims=tuple(Claim(arm="audition", against=against) for against in ("wider_host", "deeper_host")),
         min_worlds=8,
     ),
     Study(
