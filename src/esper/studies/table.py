@@ -203,11 +203,21 @@ _ROWS = (
             _static("restart", **FULL),  # the full structure, trained on all classes from its step 0
             *_larger_hosts(change=20, deeper=HOST_ONLY),
             _AT_THE_CHANGE,
+            _planted("grown_early", "open", 16, change=20),  # what tuning chose after the study of `grown`
         ),
         candidates=_candidates(_AT_THE_CHANGE, start=(16, 24)),
         budgets=(0.5, 0.7, 1.0),
         worlds=(100, 8),
-        claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS, Claim(arm="grown", against="restart"), *_STEPS_CLAIMS),
+        claims=(
+            *_GROWN_CLAIMS,
+            *_LARGER_CLAIMS,
+            Claim(arm="grown", against="restart"),
+            *_STEPS_CLAIMS,
+            *(
+                Claim(arm="grown_early", against=against)
+                for against in ("from_start", "small_host", "wider_host", "deeper_host", "restart", "grown")
+            ),
+        ),
         min_worlds=8,
     ),
     Study(
