@@ -3,8 +3,9 @@
     GrownHost.of(engine, env).save(run / BEST_HOST)
     body = GrownHost.load(run / BEST_HOST).body()
 
-Saved are the averaged weights, on which quality was measured, the data needed to rebuild the body, and its outputs for
-a few validation samples, which verify a rebuilt or exported model. The test split is not used.
+Saved are the averaged weights, statistics of norms that are estimated with them (`HostNetwork.final`), the data needed
+to rebuild the body, and its outputs for a few validation samples, which verify a rebuilt or exported model. The quality
+is that of the last epoch, measured as during training. The test split is not used.
 
 Legend: N samples.
 """
